@@ -1,0 +1,3 @@
+//! One KVM microVM per process. Knows KVM, memory and virtio; has never heard of containerd, pods or ttrpc.
+
+pub mod control;
