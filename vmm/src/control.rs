@@ -93,6 +93,8 @@ pub struct BootRequest {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RestoreRequest {
+    /// The checkpoint; a later incremental save names it as the source of the pages that did not change.
+    pub checkpoint: checkpoint::manifest::CheckpointId,
     /// The `state` file of the checkpoint.
     pub state: FdIndex,
     /// The `memory.index` file of the checkpoint ([`checkpoint::memory::MemoryIndex`]).
