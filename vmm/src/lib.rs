@@ -1,3 +1,4 @@
 //! One KVM microVM per process. Knows KVM, memory and virtio; has never heard of containerd, pods or ttrpc.
 
 pub mod control;
+pub mod devices;

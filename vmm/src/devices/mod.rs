@@ -1,0 +1,3 @@
+//! Devices of the VM.
+
+pub mod virtio;
