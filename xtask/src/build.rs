@@ -1,0 +1,102 @@
+//! Builds our programs with Cargo.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use crate::workspace::{Workspace, say};
+
+/// The packages that build programs, and those programs.
+pub(crate) const PROGRAMS: &[(&str, &[&str])] = &[
+    ("agent", &["ramet-agent"]),
+    ("cli", &["ramet"]),
+    ("e2e", &["ramet-demo"]),
+    ("shim", &["containerd-shim-ramet-v2"]),
+    ("snapshotter", &["ramet-snapshotter"]),
+    ("vmm", &["ramet-vmm"]),
+];
+
+/// All packages that build programs.
+pub(crate) fn all_packages() -> Vec<&'static str> {
+    PROGRAMS.iter().map(|(package, _)| *package).collect()
+}
+
+/// Builds the programs of some packages; an error names the package that does not build.
+pub(crate) fn programs(ws: &Workspace, packages: &[&str]) -> Result<()> {
+    for package in packages {
+        say(format!("building {package}"));
+        let status = cargo(ws)
+            .args(["build", "--quiet", "--release", "--bins", "--package", package])
+            .status()
+            .context("running cargo")?;
+        if !status.success() {
+            bail!("package {package} does not build");
+        }
+    }
+    Ok(())
+}
+
+/// Builds the test programs of a package, without running them, and returns each with its target's name.
+pub(crate) fn tests(ws: &Workspace, package: &str) -> Result<Vec<(String, PathBuf)>> {
+    say(format!("building the tests of {package}"));
+    let output = cargo(ws)
+        .args([
+            "test",
+            "--quiet",
+            "--release",
+            "--no-run",
+            "--message-format=json-render-diagnostics",
+            "--package",
+            package,
+        ])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("running cargo")?;
+    if !output.status.success() {
+        bail!("the tests of package {package} do not build");
+    }
+    Ok(test_executables(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// The test programs in Cargo's JSON messages.
+fn test_executables(messages: &str) -> Vec<(String, PathBuf)> {
+    let mut found = Vec::new();
+    for message in messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok())
+    {
+        let is_test = message["profile"]["test"].as_bool() == Some(true);
+        if let (true, Some(name), Some(path)) = (
+            is_test,
+            message["target"]["name"].as_str(),
+            message["executable"].as_str(),
+        ) {
+            found.push((name.to_owned(), PathBuf::from(path)));
+        }
+    }
+    found
+}
+
+/// Cargo, in the workspace.
+pub(crate) fn cargo(ws: &Workspace) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(&ws.root);
+    command
+}
+
+#[cfg(test)]
+mod unit {
+    use super::*;
+
+    #[test]
+    fn only_test_programs_are_taken() {
+        let messages = r#"{"reason":"compiler-artifact","target":{"name":"lib"},"profile":{"test":false},"executable":null}
+{"reason":"compiler-artifact","target":{"name":"e2e"},"profile":{"test":true},"executable":"/t/e2e-1"}
+not json"#;
+        assert_eq!(
+            test_executables(messages),
+            [("e2e".to_owned(), PathBuf::from("/t/e2e-1"))]
+        );
+    }
+}

@@ -1,0 +1,349 @@
+//! Runs QEMU for a lab and talks to the lab's init over virtio-serial ports.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::is_emulated;
+use crate::base::Base;
+use crate::workspace::{list, say};
+
+/// Guest memory in MiB.
+const MEMORY_MIB: u32 = 6144;
+const CPUS: u32 = 2;
+/// How long the lab may take to hand back its logs after a job that was ended early.
+const GRACE: Duration = Duration::from_secs(60);
+
+/// The files of one lab.
+pub(crate) struct Config<'a> {
+    pub(crate) base: &'a Base,
+    pub(crate) initramfs: &'a Path,
+    pub(crate) payload: &'a Path,
+    /// Temporary files, among them the copy-on-write part of the root disk.
+    pub(crate) run_dir: &'a Path,
+    /// Where logs go.
+    pub(crate) logs: &'a Path,
+}
+
+/// How a job ended.
+pub(crate) struct End {
+    pub(crate) code: u8,
+    pub(crate) stdout: Vec<u8>,
+}
+
+/// A virtio-serial port: the name in the lab is `ramet.NAME`.
+struct Port {
+    name: &'static str,
+    ours: UnixStream,
+    qemus: UnixStream,
+}
+
+impl Port {
+    fn new(name: &'static str) -> Result<Self> {
+        let (ours, qemus) = UnixStream::pair().context("making a socket pair for QEMU")?;
+        fcntl(&qemus, FcntlArg::F_SETFD(FdFlag::empty())).context("making a socket inheritable")?;
+        Ok(Self { name, ours, qemus })
+    }
+
+    fn arguments(&self) -> [String; 4] {
+        let Self { name, qemus, .. } = self;
+        [
+            "-chardev".into(),
+            format!("socket,id={name},fd={}", qemus.as_raw_fd()),
+            "-device".into(),
+            format!("virtserialport,chardev={name},name=ramet.{name}"),
+        ]
+    }
+}
+
+/// A running QEMU, killed when dropped.
+struct Machine {
+    child: Child,
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // It is either gone, or all that it has is to be thrown away.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn start(config: &Config<'_>, ports: &[&Port], serial: &str, kernel_options: &str, stdin: Stdio) -> Result<Machine> {
+    // QEMU dies with us whatever ends us; setpriv needs no unsafe code here.
+    let mut command = Command::new("setpriv");
+    command.args([
+        "--pdeathsig",
+        "KILL",
+        "qemu-system-x86_64",
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+    ]);
+    command.args(["-name", &machine_name(config.run_dir), "-M", "q35", "-no-reboot"]);
+    if is_emulated() {
+        command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"]);
+    } else {
+        command.args(["-accel", "kvm", "-cpu", "host"]);
+    }
+    command.args(["-smp", &CPUS.to_string(), "-m", &MEMORY_MIB.to_string()]);
+    command
+        .arg("-kernel")
+        .arg(config.base.vmlinux())
+        .arg("-initrd")
+        .arg(config.initramfs);
+    command.args([
+        "-append",
+        &format!("console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on {kernel_options}"),
+    ]);
+    for (serial, path, options) in [
+        ("base", &*config.base.disk(), "snapshot=on"),
+        ("payload", config.payload, "readonly=on"),
+    ] {
+        command.arg("-drive").arg(format!(
+            "if=none,id={serial},file={},format=raw,{options}",
+            path.display()
+        ));
+        command.args(["-device", &format!("virtio-blk-pci,drive={serial},serial={serial}")]);
+    }
+    command.args([
+        "-device",
+        "virtio-rng-pci",
+        "-device",
+        "virtio-serial-pci",
+        "-serial",
+        serial,
+    ]);
+    for port in ports {
+        command.args(port.arguments());
+    }
+    command.env("TMPDIR", config.run_dir).stdin(stdin);
+    let child = command.spawn().context("starting QEMU")?;
+    Ok(Machine { child })
+}
+
+/// A name by which `lab down` finds the machines of this checkout.
+fn machine_name(run_dir: &Path) -> String {
+    format!("ramet-lab:{}", run_dir.display())
+}
+
+/// Runs the job on the payload disk and returns its exit code.
+pub(crate) fn run_job(config: &Config<'_>, timeout: Duration) -> Result<End> {
+    let [ctl, out, err, logs] = [
+        Port::new("ctl")?,
+        Port::new("out")?,
+        Port::new("err")?,
+        Port::new("logs")?,
+    ];
+    let serial = format!("file:{}", config.logs.join("console.log").display());
+    let started = Instant::now();
+    let machine = start(config, &[&ctl, &out, &err, &logs], &serial, "", Stdio::null())?;
+    // Our copies of QEMU's ends must be closed, or the streams would never end.
+    let [mut ctl, out, err, logs] = [ctl, out, err, logs].map(|port| port.ours);
+    let out = pass_on(out, std::io::stdout());
+    let err = pass_on(err, std::io::stderr());
+    let log_dir = config.logs.to_owned();
+    let logs = std::thread::spawn(move || tar::Archive::new(BufReader::new(logs)).unpack(log_dir));
+    let lines = read_lines(ctl.try_clone().context("cloning a socket")?);
+    let mut timing = File::create(config.logs.join("timing.txt")).context("creating timing.txt")?;
+
+    let mut end = Ending::default();
+    let mut deadline = started + timeout;
+    loop {
+        match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(line) => {
+                writeln!(timing, "{:.2} {line}", started.elapsed().as_secs_f64()).context("writing timing.txt")?;
+                if end.take(&line) {
+                    break;
+                }
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) if !end.is_timeout => {
+                say(format!("the job did not end within {} s: ending it", timeout.as_secs()));
+                end.is_timeout = true;
+                deadline = Instant::now() + GRACE;
+                ctl.write_all(b"stop\n").context("asking the lab to end the job")?;
+            }
+            Err(_) => break,
+        }
+    }
+    drop(machine);
+    let stdout = join(out)?;
+    join(err)?;
+    if let Err(error) = logs
+        .join()
+        .unwrap_or_else(|_| Err(std::io::Error::other("the reader panicked")))
+    {
+        say(format!("the lab's logs are not complete: {error}"));
+    }
+    end.result(config.logs).map(|code| End { code, stdout })
+}
+
+/// What the lab told about its end.
+#[derive(Default)]
+struct Ending {
+    code: Option<u8>,
+    failure: Option<String>,
+    is_timeout: bool,
+}
+
+impl Ending {
+    /// Takes a line from the lab; true when it was the last.
+    fn take(&mut self, line: &str) -> bool {
+        match line.split_once(' ').unwrap_or((line, "")) {
+            ("exit", code) => self.code = Some(code.trim().parse().unwrap_or(u8::MAX)),
+            ("fail", reason) => self.failure = Some(reason.to_owned()),
+            ("note", text) => say(format!("lab: {text}")),
+            ("done", _) => return true,
+            _ => {}
+        }
+        false
+    }
+
+    fn result(self, logs: &Path) -> Result<u8> {
+        /// As timeout(1) does.
+        const TIMED_OUT: u8 = 124;
+        if self.is_timeout {
+            return Ok(TIMED_OUT);
+        }
+        match (self.failure, self.code) {
+            (Some(reason), _) => bail!("the lab cannot start: {reason}"),
+            (None, Some(code)) => Ok(code),
+            (None, None) => {
+                let console = fs::read(logs.join("console.log")).unwrap_or_default();
+                let console = String::from_utf8_lossy(&console);
+                let lines: Vec<&str> = console.lines().collect();
+                let tail = lines[lines.len().saturating_sub(15)..].join("\n");
+                bail!("the lab ended before its job did; the end of its console:\n{tail}")
+            }
+        }
+    }
+}
+
+/// Copies a stream to one of ours as it comes, and keeps it.
+fn pass_on(mut from: UnixStream, mut to: impl Write + Send + 'static) -> JoinHandle<std::io::Result<Vec<u8>>> {
+    std::thread::spawn(move || {
+        let mut all = Vec::new();
+        let mut buffer = [0; 65536];
+        loop {
+            let count = match from.read(&mut buffer) {
+                Ok(0) => return Ok(all),
+                // A killed QEMU may reset the connection; everything sent before was read.
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return Ok(all),
+                result => result?,
+            };
+            all.extend_from_slice(&buffer[..count]);
+            to.write_all(&buffer[..count])?;
+            to.flush()?;
+        }
+    })
+}
+
+fn join(thread: JoinHandle<std::io::Result<Vec<u8>>>) -> Result<Vec<u8>> {
+    match thread.join() {
+        Ok(result) => result.context("passing on the lab's output"),
+        Err(_) => bail!("the thread that passes on the lab's output panicked"),
+    }
+}
+
+fn read_lines(stream: UnixStream) -> mpsc::Receiver<String> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines() {
+            // The receiver is gone when nobody waits for the lab any more.
+            if line.is_err() || line.is_ok_and(|line| sender.send(line).is_err()) {
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+/// An interactive shell on the lab's serial console, which is our terminal.
+pub(crate) fn run_shell(config: &Config<'_>) -> Result<()> {
+    let [ctl, logs] = [Port::new("ctl")?, Port::new("logs")?];
+    say("starting the lab; Ctrl-A X ends it at once");
+    let mut machine = start(config, &[&ctl, &logs], "mon:stdio", "", Stdio::inherit())?;
+    let [ctl, logs] = [ctl, logs].map(|port| port.ours);
+    let log_dir = config.logs.to_owned();
+    let logs = std::thread::spawn(move || tar::Archive::new(BufReader::new(logs)).unpack(log_dir));
+    let mut end = Ending::default();
+    for line in read_lines(ctl) {
+        if end.take(&line) {
+            break;
+        }
+    }
+    // QEMU restores the terminal when it ends by itself.
+    let pid = Pid::from_raw(i32::try_from(machine.child.id()).context("a process id is out of range")?);
+    let _ = kill(pid, Signal::SIGTERM);
+    machine.child.wait().context("waiting for QEMU")?;
+    if let Some(reason) = end.failure {
+        bail!("the lab cannot start: {reason}");
+    }
+    if end.code.is_some() && logs.join().is_ok_and(|result| result.is_ok()) {
+        say(format!("logs are in {}", config.logs.display()));
+    }
+    Ok(())
+}
+
+/// Kills the machines of this checkout; returns how many there were.
+pub(crate) fn end_all(lab: &Path) -> Result<usize> {
+    let mark = format!("ramet-lab:{}/", lab.display());
+    let mut ended = 0;
+    for process in list(Path::new("/proc"))? {
+        let Some(pid) = process.file_name().and_then(|name| name.to_str()?.parse::<i32>().ok()) else {
+            continue;
+        };
+        let Ok(cmdline) = fs::read(process.join("cmdline")) else {
+            continue;
+        };
+        if cmdline
+            .split(|byte| *byte == 0)
+            .any(|word| word.starts_with(mark.as_bytes()))
+        {
+            kill(Pid::from_raw(pid), Signal::SIGKILL).with_context(|| format!("killing QEMU, process {pid}"))?;
+            ended += 1;
+        }
+    }
+    Ok(ended)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ending(lines: &[&str]) -> Result<u8> {
+        let mut end = Ending::default();
+        for line in lines {
+            end.take(line);
+        }
+        end.result(Path::new("/nowhere"))
+    }
+
+    #[test]
+    fn the_exit_code_is_the_jobs() {
+        assert_eq!(ending(&["time init 1.0", "exit 7", "done"]).unwrap(), 7);
+    }
+
+    #[test]
+    fn a_lab_that_dies_or_cannot_start_is_an_error() {
+        assert!(ending(&["time init 1.0"]).is_err());
+        assert!(
+            ending(&["fail no /dev/kvm", "done"])
+                .unwrap_err()
+                .to_string()
+                .contains("no /dev/kvm")
+        );
+    }
+}

@@ -1,0 +1,282 @@
+//! The lab: a throw-away VM that has /dev/kvm, containerd and our programs.
+
+mod machine;
+mod payload;
+mod slot;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Subcommand;
+
+use crate::workspace::{Workspace, list, make_dir, say};
+use crate::{base, build, guest, images, setup};
+
+/// What to do with the lab.
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Run a command in a fresh lab; its output and exit code become ours
+    Run {
+        /// Use the programs in the target directory as they are; leave out those that are missing
+        #[arg(long)]
+        no_build: bool,
+        /// Seconds after which the command is ended
+        #[arg(long, default_value_t = 900, value_name = "S")]
+        timeout: u64,
+        /// The command; a single word is given to a shell
+        #[arg(last = true, required = true, value_name = "CMD")]
+        words: Vec<String>,
+    },
+    /// An interactive shell in a fresh lab
+    Shell {
+        /// Use the programs in the target directory as they are; leave out those that are missing
+        #[arg(long)]
+        no_build: bool,
+    },
+    /// Run the end-to-end tests in a fresh lab
+    Test {
+        /// Use the programs and test programs in the target directory as they are
+        #[arg(long)]
+        no_build: bool,
+        /// Seconds after which the tests are ended
+        #[arg(long, default_value_t = 2400, value_name = "S")]
+        timeout: u64,
+        /// Only tests whose name contains this; more words are options of the test program
+        #[arg(value_name = "FILTER", trailing_var_arg = true, allow_hyphen_values = true)]
+        filter: Vec<String>,
+    },
+    /// End labs of this checkout that still run, and remove what they left
+    Down,
+}
+
+/// Something to run in a lab.
+pub(crate) struct Job {
+    /// A short name for the log directory.
+    pub(crate) name: String,
+    /// Program and arguments; a single word is given to a shell.
+    pub(crate) words: Vec<String>,
+    /// The job is ended after this time, counted from the start of the lab.
+    pub(crate) timeout: Duration,
+    /// Test programs that travel along: the name in /usr/local/bin, and the file.
+    pub(crate) programs: Vec<(String, PathBuf)>,
+}
+
+/// How a job ended.
+pub(crate) struct Outcome {
+    /// The command's exit code.
+    pub(crate) code: u8,
+    /// Logs, and under `run/lab-out` what the job wrote to `$RAMET_LAB_OUT`.
+    pub(crate) logs: PathBuf,
+    /// What the command printed on stdout, when that was asked for.
+    pub(crate) stdout: Vec<u8>,
+}
+
+/// Whether virtual machines need emulation here: the processor has no virtualisation, or it cannot be used.
+pub(crate) fn is_emulated() -> bool {
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = cpuinfo
+        .lines()
+        .find(|line| line.starts_with("flags"))
+        .unwrap_or_default();
+    let has_virtualisation = flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
+    !(has_virtualisation && fs::File::options().read(true).write(true).open("/dev/kvm").is_ok())
+}
+
+/// Runs one of the lab's commands.
+pub(crate) fn command(ws: &Workspace, command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Run {
+            no_build,
+            timeout,
+            words,
+        } => {
+            prepare(ws, no_build)?;
+            let timeout = Duration::from_secs(timeout);
+            let outcome = run(
+                ws,
+                &Job {
+                    name: "run".into(),
+                    words,
+                    timeout,
+                    programs: vec![],
+                },
+            )?;
+            Ok(ExitCode::from(outcome.code))
+        }
+        Command::Shell { no_build } => {
+            prepare(ws, no_build)?;
+            shell(ws)
+        }
+        Command::Test {
+            no_build,
+            timeout,
+            filter,
+        } => {
+            prepare(ws, no_build)?;
+            let mut job = test_job(ws, &filter)?;
+            job.timeout = Duration::from_secs(timeout);
+            let outcome = run(ws, &job)?;
+            Ok(ExitCode::from(outcome.code))
+        }
+        Command::Down => down(ws),
+    }
+}
+
+/// Makes everything that a lab needs. Without building, a missing guest image is left out with a note.
+pub(crate) fn prepare(ws: &Workspace, no_build: bool) -> Result<()> {
+    setup::ensure()?;
+    base::ensure(ws)?;
+    if no_build {
+        if let Err(error) = guest::build(ws, None) {
+            say(format!("no new guest image: {error:#}"));
+        }
+        return Ok(());
+    }
+    build::programs(ws, &build::all_packages())?;
+    guest::build(ws, None)?;
+    images::build(ws)?;
+    Ok(())
+}
+
+/// The job that runs the end-to-end tests.
+pub(crate) fn test_job(ws: &Workspace, filter: &[String]) -> Result<Job> {
+    let programs = build::tests(ws, "e2e")?;
+    let mut script = String::from("code=0\n");
+    for (name, _) in &programs {
+        let arguments: String = filter.iter().map(|word| format!(" {}", payload::quote(word))).collect();
+        script += &format!("echo 'Running {name}'; e2e-{name} --test-threads=1{arguments} || code=$?\n");
+    }
+    script += "exit $code";
+    let programs = programs
+        .into_iter()
+        .map(|(name, path)| (format!("e2e-{name}"), path))
+        .collect();
+    Ok(Job {
+        name: "test".into(),
+        words: vec![script],
+        timeout: Duration::from_secs(2400),
+        programs,
+    })
+}
+
+/// Runs a job in a fresh lab. Output is passed on as it comes.
+pub(crate) fn run(ws: &Workspace, job: &Job) -> Result<Outcome> {
+    let lab = ws.lab_dir()?;
+    let _slot = slot::take()?;
+    let run_dir = RunDir::create(&lab)?;
+    let logs = lab.join("logs").join(log_name(&job.name));
+    make_dir(&logs)?;
+    let base = base::ensure(ws)?;
+    let disk = payload::build(
+        ws,
+        &run_dir.path,
+        &payload::Contents {
+            script: payload::script(&job.words),
+            mode: "run",
+            programs: &job.programs,
+        },
+    )?;
+    let initramfs = payload::initramfs(ws, &base, &run_dir.path)?;
+    let machine = machine::Config {
+        base: &base,
+        initramfs: &initramfs,
+        payload: &disk,
+        run_dir: &run_dir.path,
+        logs: &logs,
+    };
+    let end = machine::run_job(&machine, job.timeout);
+    match end {
+        Ok(end) => {
+            if end.code != 0 {
+                say(format!(
+                    "the command ended with {}; logs are in {}",
+                    end.code,
+                    logs.display()
+                ));
+            }
+            Ok(Outcome {
+                code: end.code,
+                logs,
+                stdout: end.stdout,
+            })
+        }
+        Err(error) => Err(error.context(format!("the lab did not finish its job; see {}", logs.display()))),
+    }
+}
+
+fn shell(ws: &Workspace) -> Result<ExitCode> {
+    let lab = ws.lab_dir()?;
+    let _slot = slot::take()?;
+    let run_dir = RunDir::create(&lab)?;
+    let logs = lab.join("logs").join(log_name("shell"));
+    make_dir(&logs)?;
+    let base = base::ensure(ws)?;
+    let disk = payload::build(
+        ws,
+        &run_dir.path,
+        &payload::Contents {
+            script: String::new(),
+            mode: "shell",
+            programs: &[],
+        },
+    )?;
+    let initramfs = payload::initramfs(ws, &base, &run_dir.path)?;
+    let machine = machine::Config {
+        base: &base,
+        initramfs: &initramfs,
+        payload: &disk,
+        run_dir: &run_dir.path,
+        logs: &logs,
+    };
+    machine::run_shell(&machine)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The files of one run, removed at its end.
+struct RunDir {
+    path: PathBuf,
+}
+
+impl RunDir {
+    fn create(lab: &std::path::Path) -> Result<Self> {
+        let path = lab.join(format!("run-{}", std::process::id()));
+        make_dir(&path)?;
+        Ok(Self { path })
+    }
+}
+
+impl Drop for RunDir {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.path) {
+            say(format!("cannot remove {}: {error}", self.path.display()));
+        }
+    }
+}
+
+fn log_name(name: &str) -> String {
+    let seconds = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs();
+    format!("{seconds}-{}-{name}", std::process::id())
+}
+
+fn down(ws: &Workspace) -> Result<ExitCode> {
+    let lab = ws.lab_dir()?;
+    let ended = machine::end_all(&lab)?;
+    let mut removed = 0;
+    for path in list(&lab)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let Some(pid) = name.strip_prefix("run-") else { continue };
+        if std::path::Path::new("/proc").join(pid).exists() && ended == 0 {
+            bail!("process {pid} still runs a lab: end it first");
+        }
+        fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
+        removed += 1;
+    }
+    say(format!("ended {ended} labs, removed {removed} run directories"));
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,213 @@
+//! `cargo xtask test`: every tier, then one line with the sum.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::build::{self, cargo};
+use crate::workspace::{Workspace, say};
+use crate::{guest, images, lab, setup};
+
+/// Options of `cargo xtask test`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Leave out the end-to-end tests, which need the lab
+    #[arg(long)]
+    no_lab: bool,
+}
+
+/// Packages with unit and property tests; the end-to-end tests are apart.
+const PACKAGES: &[&str] = &[
+    "agent",
+    "checkpoint",
+    "cli",
+    "protocol",
+    "shim",
+    "snapshotter",
+    "vmm",
+    "xtask",
+];
+/// Tests of the VMM that need /dev/kvm have this in their path.
+const KVM_TIER: &str = "kvm_tier";
+
+/// Results of test programs, summed.
+#[derive(Default, Debug, PartialEq)]
+struct Summary {
+    passed: usize,
+    failed: usize,
+    skipped: Vec<Skipped>,
+}
+
+#[derive(Debug, PartialEq)]
+struct Skipped {
+    test: String,
+    reason: String,
+}
+
+impl Summary {
+    fn skip(&mut self, test: impl Into<String>, reason: impl Into<String>) {
+        self.skipped.push(Skipped {
+            test: test.into(),
+            reason: reason.into(),
+        });
+    }
+
+    /// Takes one line of libtest's output.
+    fn take(&mut self, line: &str) {
+        let Some((test, result)) = line.strip_prefix("test ").and_then(|rest| rest.rsplit_once(" ... ")) else {
+            return;
+        };
+        let (word, reason) = result.split_once(", ").unwrap_or((result, "no reason given"));
+        match word.trim() {
+            "ok" => self.passed += 1,
+            "ignored" => self.skip(test, reason),
+            word if word.starts_with("FAILED") => self.failed += 1,
+            _ => {}
+        }
+    }
+
+    fn print(&self) {
+        for Skipped { test, reason } in &self.skipped {
+            println!("skipped {test}: {reason}");
+        }
+        println!(
+            "{} passed, {} failed, {} skipped",
+            self.passed,
+            self.failed,
+            self.skipped.len()
+        );
+    }
+}
+
+/// Sets everything up, runs all tests and prints the sum as the last line.
+pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
+    let started = Instant::now();
+    setup::ensure()?;
+    build::programs(ws, &build::all_packages())?;
+    let mut summary = Summary::default();
+    let kvm_problem = kvm_problem();
+    for package in PACKAGES {
+        unit_tests(ws, package, kvm_problem.as_deref(), &mut summary)?;
+    }
+    if args.no_lab {
+        summary.skip("end-to-end tests", "--no-lab was given");
+    } else if let Err(error) = end_to_end_tests(ws, &mut summary) {
+        eprintln!("error: {error:#}");
+        summary.failed += 1;
+    }
+    say(format!("all tiers took {} s", started.elapsed().as_secs()));
+    summary.print();
+    Ok(if summary.failed == 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+fn unit_tests(ws: &Workspace, package: &str, kvm_problem: Option<&str>, summary: &mut Summary) -> Result<()> {
+    say(format!("testing {package}"));
+    let mut command = cargo(ws);
+    command.args(["test", "--release", "--package", package, "--"]);
+    if let (Some(_), "vmm") = (kvm_problem, package) {
+        command.args(["--skip", KVM_TIER]);
+    }
+    let mut child = command.stdout(Stdio::piped()).spawn().context("running cargo test")?;
+    let stdout = child.stdout.take().context("cargo test has no stdout")?;
+    let before = summary.failed;
+    for line in BufReader::new(stdout).lines() {
+        let line = line.context("reading the output of cargo test")?;
+        println!("{line}");
+        summary.take(&line);
+    }
+    let status = child.wait().context("waiting for cargo test")?;
+    if !status.success() && summary.failed == before {
+        // It did not build, or a test program crashed.
+        eprintln!("error: the tests of {package} ended with {status}");
+        summary.failed += 1;
+    }
+    if let (Some(reason), "vmm") = (kvm_problem, package) {
+        skip_kvm_tier(ws, reason, summary)?;
+    }
+    Ok(())
+}
+
+/// Lists the tests of the VMM's KVM tier as skipped.
+fn skip_kvm_tier(ws: &Workspace, reason: &str, summary: &mut Summary) -> Result<()> {
+    for (_, program) in build::tests(ws, "vmm")? {
+        let output = std::process::Command::new(&program)
+            .args(["--list", "--format=terse", KVM_TIER])
+            .output();
+        let output = output.with_context(|| format!("listing the tests in {}", program.display()))?;
+        for line in String::from_utf8_lossy(&output.stdout).lines() {
+            if let Some(test) = line.strip_suffix(": test") {
+                summary.skip(test, reason);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Why /dev/kvm cannot be used on this machine.
+fn kvm_problem() -> Option<String> {
+    match File::options().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => None,
+        Err(error) => Some(format!("/dev/kvm cannot be opened: {error}")),
+    }
+}
+
+fn end_to_end_tests(ws: &Workspace, summary: &mut Summary) -> Result<()> {
+    guest::build(ws, None)?;
+    images::build(ws)?;
+    let mut job = lab::test_job(ws, &[])?;
+    job.timeout = Duration::from_secs(45 * 60);
+    let before = (summary.passed, summary.failed);
+    let outcome = lab::run(ws, &job)?;
+    for line in String::from_utf8_lossy(&outcome.stdout).lines() {
+        summary.take(line);
+    }
+    std::io::stdout().flush().context("writing to stdout")?;
+    if outcome.code != 0 && summary.failed == before.1 {
+        bail!(
+            "the end-to-end tests ended with {}; logs are in {}",
+            outcome.code,
+            outcome.logs.display()
+        );
+    }
+    if (summary.passed, summary.failed) == before {
+        bail!("the lab ran no test");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_summed() {
+        let mut summary = Summary::default();
+        for line in [
+            "running 4 tests",
+            "test a::b ... ok",
+            "test a::slow has been running for over 60 seconds",
+            "test c - should panic ... ok",
+            "test d ... FAILED",
+            "test e ... ignored, needs a GPU",
+            "test f ... ignored",
+            "test result: FAILED. 2 passed; 1 failed; 2 ignored",
+        ] {
+            summary.take(line);
+        }
+        assert_eq!((summary.passed, summary.failed, summary.skipped.len()), (2, 1, 2));
+        assert_eq!(
+            summary.skipped[0],
+            Skipped {
+                test: "e".into(),
+                reason: "needs a GPU".into()
+            }
+        );
+    }
+}
