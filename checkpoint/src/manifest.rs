@@ -9,9 +9,14 @@
 //! <disk>.<n>.data   <disk>.<n>.bitmap      sealed layers of writable disks, bottom to top
 //! ```
 
-use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::{fmt, fs};
 
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
 /// The format this build writes and reads. What raises it: docs/checkpoint-format.md.
 pub const FORMAT: u32 = 1;
@@ -35,7 +40,13 @@ impl TryFrom<String> for CheckpointId {
     type Error = String;
     fn try_from(text: String) -> Result<Self, String> {
         let good = text.len() == 32 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
-        if good { Ok(Self(text)) } else { Err(format!("{text:?} is not a checkpoint id (32 lower-case hexadecimal digits)")) }
+        if good {
+            Ok(Self(text))
+        } else {
+            Err(format!(
+                "{text:?} is not a checkpoint id (32 lower-case hexadecimal digits)"
+            ))
+        }
     }
 }
 
@@ -56,6 +67,80 @@ impl CheckpointId {
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+
+    /// A new one, from the kernel's random numbers.
+    ///
+    /// # Errors
+    /// If `/dev/urandom` cannot be read.
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = [0; 16];
+        File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+        Ok(Self(hex(&bytes)))
+    }
+}
+
+/// Lower-case hexadecimal digits.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let digits = |byte: &u8| {
+        [
+            DIGITS[usize::from(byte >> 4)] as char,
+            DIGITS[usize::from(byte & 15)] as char,
+        ]
+    };
+    bytes.iter().flat_map(digits).collect()
+}
+
+/// Why a manifest cannot be used.
+#[derive(Debug, Error)]
+pub enum ManifestError {
+    /// Reading it.
+    #[error("cannot read checkpoint manifest {path}")]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Writing it.
+    #[error("cannot write checkpoint manifest {path}")]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// More bytes than any manifest has.
+    #[error("checkpoint manifest is larger than {MAX_BYTES} bytes")]
+    TooLarge,
+    /// Another format.
+    #[error("checkpoint has format {found}, this build of ramet reads format {FORMAT}: {}", remedy(*.found))]
+    Format {
+        /// What it says.
+        found: u32,
+    },
+    /// Not the JSON it should be.
+    #[error("checkpoint manifest is not valid")]
+    Json(#[source] serde_json::Error),
+    /// A value out of bounds.
+    #[error("checkpoint manifest is not valid: {field} {problem}")]
+    Field {
+        /// Where.
+        field: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+}
+
+fn remedy(found: u32) -> &'static str {
+    if found > FORMAT {
+        "use a newer ramet on this host"
+    } else {
+        "make the checkpoint again with this version"
     }
 }
 
@@ -198,4 +283,95 @@ pub struct PackedFile {
     pub packed_bytes: u64,
     /// SHA-256 (hex) of its packed form.
     pub sha256: String,
+}
+
+impl CheckpointManifest {
+    /// Reads and validates the manifest in a checkpoint directory.
+    ///
+    /// # Errors
+    /// If there is none, or it is not valid, or it has another format.
+    pub fn read(directory: &Path) -> Result<Self, ManifestError> {
+        let path = directory.join(FILE_NAME);
+        let bytes = read_bounded(&path).map_err(|source| ManifestError::Read { path, source })?;
+        Self::from_json(&bytes)
+    }
+
+    /// Parses and validates a manifest.
+    ///
+    /// # Errors
+    /// If it is not valid or has another format; a format this build does not know is named as such, whatever else the bytes hold.
+    pub fn from_json(bytes: &[u8]) -> Result<Self, ManifestError> {
+        /// The one field every format has.
+        #[derive(Deserialize)]
+        struct AnyFormat {
+            format: u32,
+        }
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(ManifestError::TooLarge);
+        }
+        let any: AnyFormat = serde_json::from_slice(bytes).map_err(ManifestError::Json)?;
+        if any.format != FORMAT {
+            return Err(ManifestError::Format { found: any.format });
+        }
+        let manifest: Self = serde_json::from_slice(bytes).map_err(ManifestError::Json)?;
+        manifest.validate()?;
+        Ok(manifest)
+    }
+
+    /// The bytes of the file.
+    ///
+    /// # Errors
+    /// If it is not valid, or too large.
+    pub fn to_json(&self) -> Result<Vec<u8>, ManifestError> {
+        self.validate()?;
+        let mut bytes = serde_json::to_vec_pretty(self).map_err(ManifestError::Json)?;
+        bytes.push(b'\n');
+        if bytes.len() as u64 > MAX_BYTES {
+            Err(ManifestError::TooLarge)
+        } else {
+            Ok(bytes)
+        }
+    }
+
+    /// Writes it into a checkpoint directory, in one step: a reader sees a whole manifest or none.
+    ///
+    /// # Errors
+    /// If it is not valid or cannot be written; nothing is left behind then.
+    pub fn write(&self, directory: &Path) -> Result<(), ManifestError> {
+        let bytes = self.to_json()?;
+        let temporary = directory.join(format!("{FILE_NAME}.{}.tmp", std::process::id()));
+        let path = directory.join(FILE_NAME);
+        write_durably(&temporary, &path, directory, &bytes).map_err(|source| {
+            // The first error is the one to report.
+            let _ = fs::remove_file(&temporary);
+            ManifestError::Write { path, source }
+        })
+    }
+}
+
+fn write_durably(temporary: &Path, path: &Path, directory: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(temporary)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(temporary, path)?;
+    File::open(directory)?.sync_all()
+}
+
+/// At most one byte more than [`MAX_BYTES`]; a symbolic link is not followed, for image layers may hold them.
+fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
