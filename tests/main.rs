@@ -1,0 +1,27 @@
+//! The end-to-end tests: real containerd, real KVM. `cargo xtask lab test [filter]` runs them; each name is the sentence that it proves.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `pod.rs` | what any runtime does; each test runs with runc's shim and with ours |
+//! | `exec.rs`, `stdio.rs` | further processes; streams |
+//! | `checkpoint.rs`, `fork.rs` | a running container becomes an image; the image runs as forks |
+//! | `image.rs` | checkpoint images travel, and damaged ones are refused |
+//! | `snapshotter.rs` | layers, usage, removal, restarts |
+//! | `errors.rs`, `crash.rs` | bad input; kill -9 of every process |
+//! | `examples.rs` | the examples do what they say |
+//! | `zz_leftovers.rs` | after all of it, nothing is left |
+
+#[macro_use]
+mod support;
+
+mod checkpoint;
+mod crash;
+mod errors;
+mod examples;
+mod exec;
+mod fork;
+mod image;
+mod pod;
+mod snapshotter;
+mod stdio;
+mod zz_leftovers;

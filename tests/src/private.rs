@@ -1,0 +1,163 @@
+//! A containerd and a snapshotter of one's own: empty stores, killable daemons, no trace of them afterwards.
+
+use std::fs::{self, File};
+use std::ops::Deref;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::Signal;
+
+use crate::command::{tail, wait_within};
+use crate::node::Node;
+use crate::{signals, wait_until};
+
+/// A node whose daemons belong to this process and whose files lie in one directory; both are gone when it is dropped.
+pub struct PrivateNode {
+    node: Node,
+    directory: PathBuf,
+    containerd: Option<Child>,
+    snapshotter: Option<Child>,
+}
+
+impl Deref for PrivateNode {
+    type Target = Node;
+    fn deref(&self) -> &Node {
+        &self.node
+    }
+}
+
+impl PrivateNode {
+    /// Starts both daemons under `directory`, which is made, and must be short enough for socket paths.
+    pub fn start(directory: &Path) -> Result<Self> {
+        if directory.as_os_str().len() > 60 {
+            bail!("{} is too long a path for the sockets in it: at most 60 bytes", directory.display());
+        }
+        fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
+        fs::write(directory.join("containerd.toml"), containerd_config(directory))?;
+        let node = Node::new(directory.join("c.sock"), "default", directory.join("snapshotter"));
+        let mut private = Self { node, directory: directory.into(), containerd: None, snapshotter: None };
+        private.start_snapshotter()?;
+        private.start_containerd()?;
+        Ok(private)
+    }
+
+    /// Starts containerd (again).
+    pub fn start_containerd(&mut self) -> Result<()> {
+        let mut command = Command::new("containerd");
+        command.arg("--config").arg(self.directory.join("containerd.toml"));
+        self.containerd = Some(self.daemon(command, "containerd.log")?);
+        let ready = wait_until(crate::DEADLINE, || {
+            self.node.ctr(["version"]).deadline(Duration::from_secs(20)).finish().is_ok_and(|done| done.code == 0)
+        });
+        self.check(ready, "containerd")
+    }
+
+    /// Starts the snapshotter (again).
+    pub fn start_snapshotter(&mut self) -> Result<()> {
+        let mut command = Command::new("ramet-snapshotter");
+        command.arg("--root").arg(self.directory.join("snapshotter"));
+        command.arg("--address").arg(self.directory.join("s.sock"));
+        self.snapshotter = Some(self.daemon(command, "snapshotter.log")?);
+        let socket = self.directory.join("s.sock");
+        let ready = wait_until(Duration::from_secs(30), || UnixStream::connect(&socket).is_ok());
+        self.check(ready, "snapshotter")
+    }
+
+    /// Ends containerd with this signal and waits for its end.
+    pub fn stop_containerd(&mut self, signal: Signal) -> Result<()> {
+        stop(self.containerd.take(), signal)
+    }
+
+    /// Ends the snapshotter with this signal and waits for its end.
+    pub fn stop_snapshotter(&mut self, signal: Signal) -> Result<()> {
+        stop(self.snapshotter.take(), signal)
+    }
+
+    /// The last lines of a daemon's log: `containerd` or `snapshotter`.
+    #[must_use]
+    pub fn log(&self, daemon: &str) -> String {
+        tail(&fs::read_to_string(self.directory.join(format!("{daemon}.log"))).unwrap_or_default())
+    }
+
+    fn daemon(&self, mut command: Command, log: &str) -> Result<Child> {
+        let path = self.directory.join(log);
+        let file = File::options().create(true).append(true).open(&path)?;
+        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file).process_group(0);
+        command.spawn().with_context(|| format!("starting {}", command.get_program().to_string_lossy()))
+    }
+
+    fn check(&self, ready: bool, daemon: &str) -> Result<()> {
+        if !ready {
+            bail!("{daemon} under {} does not answer; its log:\n{}", self.directory.display(), self.log(daemon));
+        }
+        Ok(())
+    }
+
+    fn remove_containers(&self) {
+        for id in self.node.column(&["containers", "ls"]).unwrap_or_default() {
+            let _ = self.node.ctr(["tasks", "rm", "--force", &id]).finish();
+            let _ = self.node.ctr(["containers", "rm", &id]).finish();
+        }
+    }
+}
+
+impl Drop for PrivateNode {
+    fn drop(&mut self) {
+        if self.containerd.is_some() && self.snapshotter.is_some() {
+            self.remove_containers();
+        }
+        let _ = self.stop_containerd(Signal::SIGTERM);
+        let _ = self.stop_snapshotter(Signal::SIGTERM);
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let below = mounts.lines().filter_map(|line| line.split(' ').nth(4));
+        for point in below.filter(|point| Path::new(point).starts_with(&self.directory)).collect::<Vec<_>>().iter().rev() {
+            let _ = nix::mount::umount2(*point, nix::mount::MntFlags::MNT_DETACH);
+        }
+        if std::env::var_os("RAMET_KEEP").is_none() {
+            let _ = fs::remove_dir_all(&self.directory);
+        }
+    }
+}
+
+fn stop(child: Option<Child>, signal: Signal) -> Result<()> {
+    let Some(mut child) = child else { return Ok(()) };
+    signals::signal(child.id(), signal);
+    if wait_within(&mut child, Duration::from_secs(30))?.is_none() {
+        child.kill()?;
+        child.wait()?;
+    }
+    Ok(())
+}
+
+fn containerd_config(directory: &Path) -> String {
+    let directory = directory.display();
+    format!(
+        r#"version = 2
+root = "{directory}/root"
+state = "{directory}/state"
+disabled_plugins = [
+  "io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt", "io.containerd.internal.v1.tracing",
+  "io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.blockfile",
+  "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
+  "io.containerd.tracing.processor.v1.otlp",
+]
+
+[grpc]
+  address = "{directory}/c.sock"
+
+[ttrpc]
+  address = "{directory}/t.sock"
+
+[debug]
+  level = "info"
+
+[proxy_plugins.ramet]
+  type = "snapshot"
+  address = "{directory}/s.sock"
+"#
+    )
+}
