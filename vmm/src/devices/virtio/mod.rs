@@ -6,8 +6,19 @@
 //! Everything in guest memory is hostile: chains are walked with bounds, sizes are capped before use, and a queue that makes no
 //! sense stops its device (`DEVICE_NEEDS_RESET`) and nothing else.
 
+mod block;
+mod device;
 mod events;
+mod io_thread;
+mod mmio;
+mod model;
+mod net;
+mod queue;
+mod rng;
 mod set;
+#[expect(unsafe_code, reason = "vectored I/O on guest memory, a private mapping, tap ioctls")]
+mod sys;
+mod vsock;
 
 use std::fs::File;
 use std::os::fd::OwnedFd;

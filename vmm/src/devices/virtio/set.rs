@@ -1,19 +1,84 @@
 //! All virtio devices of one VM and the thread that serves their queues.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
 use serde::{Deserialize, Serialize};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::{DeviceError, Disk, EventSender, Memory, Net, OverlayLayer, Slot};
+use super::block::{Block, BlockState};
+use super::device::Device;
+use super::io_thread::{Gate, WAKE, Worker};
+use super::mmio::TransportState;
+use super::model::Poller;
+use super::net::Net as NetModel;
+use super::rng::Rng;
+use super::vsock::{Vsock, VsockState};
+use super::{
+    DeviceError, Disk, EventSender, FIRST_IRQ, MMIO_BASE, MMIO_SIZE, Memory, Net, OverlayLayer, QUEUE_NOTIFY, Slot,
+};
+
+/// Most devices of one VM: the interrupt lines from [`FIRST_IRQ`] to 23.
+const DEVICES_MAX: usize = 18;
 
 /// Saved state of all devices, in slot order. Holds nothing of the host: no file, interface or connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct DeviceSetState {}
+pub struct DeviceSetState {
+    devices: Vec<DeviceState>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct DeviceState {
+    pub(super) transport: TransportState,
+    pub(super) model: ModelState,
+}
+
+/// Saved state of what is behind the registers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub(super) enum ModelState {
+    Block(BlockState),
+    Net,
+    Vsock(VsockState),
+    Rng,
+}
+
+/// What is behind the registers.
+#[derive(Debug)]
+pub(super) enum AnyModel {
+    Block(Block),
+    Net(NetModel),
+    Vsock(Box<Vsock>),
+    Rng(Rng),
+}
+
+/// What the vCPU threads, the main thread and the I/O thread share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) mem: Memory,
+    pub(super) devices: Vec<Device>,
+    pub(super) epoll: Arc<Epoll>,
+    pub(super) gate: Gate,
+}
 
 /// All virtio devices of one VM.
 #[derive(Debug)]
-pub struct DeviceSet {}
+pub struct DeviceSet {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn system(what: &'static str) -> impl FnOnce(std::io::Error) -> DeviceError {
+    move |source| DeviceError::System { what, source }
+}
 
 impl DeviceSet {
     /// Makes the devices of a new machine, in this order: disks, networks, then vsock and entropy if `linux_devices`. Nothing is
@@ -28,12 +93,22 @@ impl DeviceSet {
         linux_devices: bool,
         events: EventSender,
     ) -> Result<Self, DeviceError> {
-        let _ = (mem, disks, nets, linux_devices, events);
-        Err(DeviceError::State("not built yet".into()))
+        let mut models = Vec::new();
+        for disk in disks {
+            models.push(AnyModel::Block(Block::new(disk)?));
+        }
+        for net in nets {
+            models.push(AnyModel::Net(NetModel::new(net)?));
+        }
+        if linux_devices {
+            models.push(AnyModel::Vsock(Box::new(Vsock::new(events))));
+            models.push(AnyModel::Rng(Rng));
+        }
+        Self::assemble(mem, models)
     }
 
     /// Makes the devices of a saved machine; disks are matched by id, networks by order. Guest memory must already hold the saved contents:
-    /// this writes to it (the vsock reset event, frames that were waiting to be sent).
+    /// this writes to it (the vsock reset event).
     ///
     /// # Errors
     /// When the state makes no sense, or what is given does not fit it.
@@ -44,51 +119,204 @@ impl DeviceSet {
         nets: Vec<Net>,
         events: EventSender,
     ) -> Result<Self, DeviceError> {
-        let _ = (mem, state, disks, nets, events);
-        Err(DeviceError::State("not built yet".into()))
+        let mut disks: Vec<Option<Disk>> = disks.into_iter().map(Some).collect();
+        let mut nets = nets.into_iter();
+        let mut models = Vec::new();
+        for device in &state.devices {
+            models.push(match &device.model {
+                ModelState::Block(saved) => AnyModel::Block(restore_block(saved, &mut disks)?),
+                ModelState::Net => {
+                    let net = nets
+                        .next()
+                        .ok_or_else(|| DeviceError::State("more networks than were given".into()))?;
+                    let mut net = NetModel::new(net)?;
+                    net.forget_queued();
+                    AnyModel::Net(net)
+                }
+                ModelState::Vsock(saved) => AnyModel::Vsock(Box::new(Vsock::restore(saved, events.clone()))),
+                ModelState::Rng => AnyModel::Rng(Rng),
+            });
+        }
+        let left: Vec<String> = disks.into_iter().flatten().map(|disk| disk.id).collect();
+        if !left.is_empty() || nets.next().is_some() {
+            return Err(DeviceError::State(format!(
+                "given but not in the saved machine: {left:?} or a network"
+            )));
+        }
+        let set = Self::assemble(mem, models)?;
+        for (device, saved) in set.shared.devices.iter().zip(&state.devices) {
+            device.restore(&set.shared.mem, &saved.transport)?;
+        }
+        Ok(set)
+    }
+
+    /// A set of these devices, in this order.
+    pub(super) fn assemble(mem: Memory, models: Vec<AnyModel>) -> Result<Self, DeviceError> {
+        if models.len() > DEVICES_MAX {
+            return Err(DeviceError::State(format!(
+                "{} devices; at most {DEVICES_MAX} have a place",
+                models.len()
+            )));
+        }
+        let epoll = Arc::new(Epoll::new().map_err(system("create an epoll instance"))?);
+        let wake = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(system("create an event"))?;
+        let event = EpollEvent::new(EventSet::IN, WAKE);
+        epoll
+            .ctl(ControlOperation::Add, wake.as_raw_fd(), event)
+            .map_err(system("watch an event"))?;
+        let wake = Arc::new(wake);
+        let mut devices = Vec::with_capacity(models.len());
+        for (number, model) in (0u32..).zip(models) {
+            let poller = Poller::new(Arc::clone(&epoll), number, Arc::clone(&wake));
+            devices.push(Device::new(model, poller)?);
+        }
+        let shared = Shared {
+            mem,
+            devices,
+            epoll,
+            gate: Gate::new(wake),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+            thread: Mutex::new(None),
+        })
     }
 
     /// Where the devices are, in order.
     pub fn slots(&self) -> Vec<Slot> {
-        Vec::new()
+        (0u32..)
+            .zip(&self.shared.devices)
+            .map(|(number, device)| Slot {
+                base: MMIO_BASE + u64::from(number) * MMIO_SIZE,
+                size: MMIO_SIZE,
+                irq: FIRST_IRQ + number,
+                notify: (0u32..)
+                    .zip(device.notify())
+                    .map(|(queue, event)| (queue, Arc::clone(event)))
+                    .collect(),
+                interrupt: device.interrupt(),
+            })
+            .collect()
     }
 
-    /// A guest read of a device register, on a vCPU thread.
+    fn locate(&self, addr: u64) -> Option<(&Device, u64)> {
+        let offset = addr.checked_sub(MMIO_BASE)?;
+        let device = self.shared.devices.get(usize::try_from(offset / MMIO_SIZE).ok()?)?;
+        Some((device, offset % MMIO_SIZE))
+    }
+
+    /// A guest read of a device register, on a vCPU thread. What is not a register reads as ones.
     pub fn mmio_read(&self, addr: u64, data: &mut [u8]) {
-        let _ = (self, addr, data);
+        match self.locate(addr) {
+            Some((device, offset)) => device.read(offset, data),
+            None => data.fill(0xff),
+        }
     }
 
-    /// A guest write to a device register, on a vCPU thread.
+    /// A guest write to a device register, on a vCPU thread. Queue notifications arrive here when they have no ioeventfd.
     pub fn mmio_write(&self, addr: u64, data: &[u8]) {
-        let _ = (self, addr, data);
+        match self.locate(addr) {
+            Some((device, QUEUE_NOTIFY)) => device.notify_queue(data),
+            Some((device, offset)) => device.write(&self.shared.mem, offset, data),
+            None => {}
+        }
     }
 
-    /// Starts the I/O thread's work. Call once.
-    pub fn start(&self) {}
+    /// Starts serving, with a look at every queue. After [`Self::restore`], only when the interrupt controller has its state.
+    pub fn start(&self) {
+        self.start_with(|| {});
+    }
+
+    /// Like [`Self::start`]; `first` runs on the I/O thread before it serves anything (a system call filter, say).
+    pub fn start_with(&self, first: impl FnOnce() + Send + 'static) {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let worker = Worker::new(Arc::clone(&self.shared));
+            let spawned = std::thread::Builder::new().name("ramet-io".into()).spawn(move || {
+                first();
+                worker.run();
+            });
+            match spawned {
+                Ok(handle) => *thread = Some(handle),
+                Err(error) => tracing::error!(%error, "start I/O thread"),
+            }
+        }
+        drop(thread);
+        self.shared.gate.open();
+    }
 
     /// Returns when nothing is in flight. The vCPUs must already stand still.
-    pub fn pause(&self) {}
+    pub fn pause(&self) {
+        self.shared.gate.close();
+    }
 
     /// Goes on after [`Self::pause`], with a look at every queue.
-    pub fn resume(&self) {}
+    pub fn resume(&self) {
+        self.start();
+    }
 
     /// The state to bring the devices back; only while paused.
     pub fn save(&self) -> DeviceSetState {
-        DeviceSetState {}
+        DeviceSetState {
+            devices: self.shared.devices.iter().map(Device::save).collect(),
+        }
     }
 
-    /// Makes the active layer of a disk its top sealed one (its bitmap is complete in its file afterwards) and `next` the active one.
-    /// Only while paused.
+    /// Makes the active layer of a disk its top sealed one (its bitmap is complete in its file afterwards, nothing is flushed) and `next`
+    /// the active one. Only while paused.
     ///
     /// # Errors
     /// When there is no such writable disk, or a file cannot be used; the disk goes on with the old layer.
     pub fn seal_disk(&self, id: &str, next: OverlayLayer) -> Result<(), DeviceError> {
-        let _ = (id, next);
-        Ok(())
+        let mut next = Some(next);
+        for device in &self.shared.devices {
+            let sealed = device.with_model(|model, _| match model {
+                AnyModel::Block(block) if block.id() == id => next.take().map(|next| block.seal(next)),
+                _ => None,
+            });
+            if let Some(result) = sealed {
+                return result;
+            }
+        }
+        Err(DeviceError::Disk {
+            id: id.to_owned(),
+            reason: "no such disk".into(),
+        })
     }
 
-    /// Opens a vsock connection from the host to a guest port; `stream` is a connected `SOCK_STREAM` socket. It is closed when the guest refuses.
+    /// Opens a vsock connection from the host to a guest port; `stream` is a connected `SOCK_STREAM` socket. It is closed when the
+    /// guest refuses, when there is no vsock device, or when its driver is not up.
     pub fn connect_vsock(&self, port: u32, stream: OwnedFd) {
-        let _ = (port, stream);
+        let mut stream = Some(stream);
+        for device in &self.shared.devices {
+            device.with_model(|model, poller| {
+                if let (AnyModel::Vsock(vsock), Some(stream)) = (model, stream.take_if(|_| true)) {
+                    vsock.connect(port, stream, poller);
+                }
+            });
+        }
+        self.shared.gate.wake();
+    }
+}
+
+fn restore_block(saved: &BlockState, disks: &mut [Option<Disk>]) -> Result<Block, DeviceError> {
+    let found = disks
+        .iter_mut()
+        .find(|disk| disk.as_ref().is_some_and(|disk| disk.id == saved.id));
+    let disk = found.and_then(Option::take);
+    let missing = || DeviceError::Disk {
+        id: saved.id.clone(),
+        reason: "the saved machine has it, but it was not given".into(),
+    };
+    Block::restore(saved, disk.ok_or_else(missing)?)
+}
+
+impl Drop for DeviceSet {
+    fn drop(&mut self) {
+        self.shared.gate.stop();
+        if let Some(thread) = lock(&self.thread).take() {
+            // A panic of the thread was printed already.
+            let _panicked = thread.join();
+        }
     }
 }

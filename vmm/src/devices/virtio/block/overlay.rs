@@ -1,0 +1,295 @@
+//! A copy-on-write disk: sealed layers under one active layer, in blocks of 4 KiB (format: `checkpoint::disk`).
+//!
+//! Opening and sealing cost the same whatever the size of the disk. The active bitmap is changed in memory only and written to its file at a
+//! flush or a seal, after the data it speaks of: after a crash a flushed block is there, and an unflushed one is old or new, never half.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use checkpoint::disk::{BLOCK_SIZE, MAX_BYTES};
+use nix::fcntl::{FallocateFlags, fallocate};
+
+use super::super::OverlayLayer;
+use super::super::queue::Segments;
+use super::super::sys::PrivateMap;
+use super::io::{read_full, write_full};
+
+const BLOCK: usize = 4096;
+/// Bytes of bitmap that are written to the file as one.
+const BITMAP_PAGE: usize = 4096;
+/// Most sealed layers; more cannot be looked up in reasonable time.
+const MAX_SEALED: usize = 64;
+
+/// Length of the bitmap file of a disk of this size.
+fn bitmap_bytes(size: u64) -> u64 {
+    (size / BLOCK_SIZE).div_ceil(8)
+}
+
+/// One layer, opened.
+#[derive(Debug)]
+struct Layer {
+    data: File,
+    bitmap_file: File,
+    bitmap: PrivateMap,
+    /// Pages of the bitmap that the file does not have yet.
+    unwritten: BTreeSet<usize>,
+    /// Data was written since the last flush.
+    dirty: bool,
+}
+
+impl Layer {
+    fn open(files: OverlayLayer, size: u64) -> io::Result<Self> {
+        let expect = |file: &File, wanted: u64, what: &str| {
+            let found = file.metadata()?.len();
+            if found == wanted {
+                return Ok(());
+            }
+            Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("{what} has {found} bytes instead of {wanted}"),
+            ))
+        };
+        expect(&files.data, size, "data file of a layer")?;
+        expect(&files.bitmap, bitmap_bytes(size), "bitmap file of a layer")?;
+        let len = usize::try_from(bitmap_bytes(size)).map_err(io::Error::other)?;
+        let bitmap = PrivateMap::new(&files.bitmap, len)?;
+        Ok(Self {
+            data: files.data,
+            bitmap_file: files.bitmap,
+            bitmap,
+            unwritten: BTreeSet::new(),
+            dirty: false,
+        })
+    }
+
+    /// Like `open`, and two empty files are an empty layer.
+    fn open_active(files: OverlayLayer, size: u64) -> io::Result<Self> {
+        if files.data.metadata()?.len() == 0 && files.bitmap.metadata()?.len() == 0 {
+            files.data.set_len(size)?;
+            files.bitmap.set_len(bitmap_bytes(size))?;
+        }
+        Self::open(files, size)
+    }
+
+    fn holds(&self, block: u64) -> bool {
+        let byte = usize::try_from(block / 8)
+            .ok()
+            .and_then(|index| self.bitmap.bytes().get(index));
+        byte.is_some_and(|byte| byte >> (block % 8) & 1 == 1)
+    }
+
+    fn mark(&mut self, block: u64, held: bool) {
+        let Ok(index) = usize::try_from(block / 8) else { return };
+        let bit = 1u8 << (block % 8);
+        let Some(byte) = self.bitmap.bytes_mut().get_mut(index) else {
+            return;
+        };
+        let new = if held { *byte | bit } else { *byte & !bit };
+        if *byte != new {
+            *byte = new;
+            self.unwritten.insert(index / BITMAP_PAGE);
+        }
+    }
+
+    fn write_bitmap(&mut self) -> io::Result<()> {
+        while let Some(page) = self.unwritten.first().copied() {
+            let start = page * BITMAP_PAGE;
+            let bytes = self.bitmap.bytes();
+            let end = (start + BITMAP_PAGE).min(bytes.len());
+            self.bitmap_file.write_all_at(&bytes[start..end], start as u64)?;
+            self.unwritten.remove(&page);
+        }
+        Ok(())
+    }
+
+    fn punch_hole(&self, offset: u64, len: u64) -> io::Result<()> {
+        let (Ok(offset), Ok(len)) = (offset.try_into(), len.try_into()) else {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        };
+        let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        Ok(fallocate(&self.data, flags, offset, len)?)
+    }
+}
+
+/// The disk.
+#[derive(Debug)]
+pub(super) struct Overlay {
+    size: u64,
+    /// Bottom to top.
+    sealed: Vec<Layer>,
+    active: Layer,
+}
+
+impl Overlay {
+    /// Opens the stack; `sealed` is bottom to top. Lengths of all files are checked: the layers may come from a hostile checkpoint.
+    pub(super) fn open(size: u64, sealed: Vec<OverlayLayer>, active: OverlayLayer) -> io::Result<Self> {
+        if size == 0 || size > MAX_BYTES || !size.is_multiple_of(BLOCK_SIZE) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("size of {size} bytes"),
+            ));
+        }
+        if sealed.len() > MAX_SEALED {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("{} sealed layers", sealed.len()),
+            ));
+        }
+        let sealed = sealed
+            .into_iter()
+            .map(|files| Layer::open(files, size))
+            .collect::<io::Result<_>>()?;
+        Ok(Self {
+            size,
+            sealed,
+            active: Layer::open_active(active, size)?,
+        })
+    }
+
+    /// Size in bytes.
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The layer that a block is read from; `None` reads as zero.
+    fn holder(&self, block: u64) -> Option<&Layer> {
+        if self.active.holds(block) {
+            return Some(&self.active);
+        }
+        self.sealed.iter().rev().find(|layer| layer.holds(block))
+    }
+
+    /// Reads into guest memory. The range must lie within the disk.
+    pub(super) fn read(&self, offset: u64, mut into: Segments<'_>) -> io::Result<()> {
+        let mut position = offset;
+        let end = offset + into.len();
+        while position < end {
+            let layer = self.holder(position / BLOCK_SIZE);
+            let mut run_end = (position / BLOCK_SIZE + 1) * BLOCK_SIZE;
+            while run_end < end && same_layer(layer, self.holder(run_end / BLOCK_SIZE)) {
+                run_end += BLOCK_SIZE;
+            }
+            let mut part = into.take(run_end.min(end) - position);
+            let bytes = part.len();
+            match layer {
+                Some(layer) => read_full(&layer.data, position, part)?,
+                None => part.zero(),
+            }
+            position += bytes;
+        }
+        Ok(())
+    }
+
+    /// Writes from guest memory. The range must lie within the disk.
+    pub(super) fn write(&mut self, offset: u64, mut from: Segments<'_>) -> io::Result<()> {
+        let mut position = offset;
+        let end = offset + from.len();
+        self.active.dirty = true;
+        while position < end {
+            let block = position / BLOCK_SIZE;
+            let within = position % BLOCK_SIZE;
+            let whole = (end - position) / BLOCK_SIZE;
+            if within == 0 && whole > 0 {
+                let bytes = whole * BLOCK_SIZE;
+                write_full(&self.active.data, position, from.take(bytes))?;
+                (block..block + whole).for_each(|block| self.active.mark(block, true));
+                position += bytes;
+            } else {
+                let bytes = (BLOCK_SIZE - within).min(end - position);
+                self.write_part(position, from.take(bytes))?;
+                position += bytes;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes less than a block, all of it in one block.
+    fn write_part(&mut self, position: u64, mut from: Segments<'_>) -> io::Result<()> {
+        let block = position / BLOCK_SIZE;
+        if self.active.holds(block) {
+            return write_full(&self.active.data, position, from);
+        }
+        let mut buffer = [0u8; BLOCK];
+        if let Some(layer) = self.holder(block) {
+            layer.data.read_exact_at(&mut buffer, block * BLOCK_SIZE)?;
+        }
+        let start = usize::try_from(position % BLOCK_SIZE).map_err(io::Error::other)?;
+        from.read(&mut buffer[start..]);
+        self.active.data.write_all_at(&buffer, block * BLOCK_SIZE)?;
+        self.active.mark(block, true);
+        Ok(())
+    }
+
+    /// Makes a range read as zeros; the range must lie within the disk. Whole blocks become holes. Partial blocks at the ends are written, or, when `whole_only`, left as they are.
+    pub(super) fn zero(&mut self, offset: u64, len: u64, whole_only: bool) -> io::Result<()> {
+        let end = offset + len;
+        let first = offset.next_multiple_of(BLOCK_SIZE).min(end);
+        let last = (end / BLOCK_SIZE * BLOCK_SIZE).max(first);
+        self.active.dirty = true;
+        if !whole_only {
+            self.zero_part(offset, first)?;
+            self.zero_part(last, end)?;
+        }
+        if last > first {
+            self.active.punch_hole(first, last - first)?;
+            for block in first / BLOCK_SIZE..last / BLOCK_SIZE {
+                let below = self.sealed.iter().any(|layer| layer.holds(block));
+                self.active.mark(block, below);
+            }
+        }
+        Ok(())
+    }
+
+    fn zero_part(&mut self, from: u64, to: u64) -> io::Result<()> {
+        let zeros = [0u8; BLOCK];
+        let mut position = from;
+        while position < to {
+            let block = position / BLOCK_SIZE;
+            let start = usize::try_from(position % BLOCK_SIZE).map_err(io::Error::other)?;
+            let bytes = (BLOCK - start).min(usize::try_from(to - position).map_err(io::Error::other)?);
+            let mut buffer = [0u8; BLOCK];
+            if let Some(layer) = self.holder(block) {
+                layer.data.read_exact_at(&mut buffer, block * BLOCK_SIZE)?;
+            }
+            buffer[start..start + bytes].copy_from_slice(&zeros[..bytes]);
+            self.active.data.write_all_at(&buffer, block * BLOCK_SIZE)?;
+            self.active.mark(block, true);
+            position += bytes as u64;
+        }
+        Ok(())
+    }
+
+    /// Makes everything written so far durable: data first, then the bitmap that promises it.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        if !self.active.dirty && self.active.unwritten.is_empty() {
+            return Ok(());
+        }
+        self.active.data.sync_data()?;
+        self.active.write_bitmap()?;
+        self.active.bitmap_file.sync_data()?;
+        self.active.dirty = false;
+        Ok(())
+    }
+
+    /// Seals the active layer and goes on with `next`. The sealed files are complete but not flushed: whoever keeps them does that,
+    /// not the pause.
+    pub(super) fn seal(&mut self, next: OverlayLayer) -> io::Result<()> {
+        if self.sealed.len() >= MAX_SEALED {
+            return Err(io::Error::other(format!("{MAX_SEALED} layers are sealed already")));
+        }
+        let next = Layer::open_active(next, self.size)?;
+        self.active.write_bitmap()?;
+        self.sealed.push(std::mem::replace(&mut self.active, next));
+        Ok(())
+    }
+}
+
+fn same_layer(left: Option<&Layer>, right: Option<&Layer>) -> bool {
+    match (left, right) {
+        (Some(left), Some(right)) => std::ptr::eq(left, right),
+        (None, None) => true,
+        (Some(_), None) | (None, Some(_)) => false,
+    }
+}

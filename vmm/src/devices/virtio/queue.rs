@@ -1,0 +1,322 @@
+//! Virtqueues: descriptor chains of the guest, checked and turned into pieces of memory that can be used.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use serde::{Deserialize, Serialize};
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
+use vm_memory::{GuestAddress, GuestMemoryBackend};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::Memory;
+use super::sys::Slice;
+
+/// Most descriptors of one chain that we follow; longer ones are malformed.
+const MAX_SEGMENTS: usize = 1024;
+
+/// Interrupt reason: a queue has used buffers.
+pub(super) const INTERRUPT_QUEUE: u32 = 1;
+/// Interrupt reason: the configuration (or the status) changed.
+pub(super) const INTERRUPT_CONFIG: u32 = 2;
+
+/// The interrupt line of a device and the reasons the guest has not acknowledged.
+#[derive(Debug)]
+pub(super) struct Interrupt {
+    /// Read by the guest as `InterruptStatus`.
+    pub(super) status: AtomicU32,
+    /// Raises the line.
+    pub(super) event: Arc<EventFd>,
+}
+
+impl Interrupt {
+    /// Adds a reason and raises the line.
+    pub(super) fn signal(&self, reason: u32) {
+        self.status.fetch_or(reason, Ordering::SeqCst);
+        self.raise();
+    }
+
+    /// Raises the line again when a reason is left: an edge that was on its way when the machine was saved is not in the saved state.
+    pub(super) fn raise_again(&self) {
+        if self.status.load(Ordering::SeqCst) != 0 {
+            self.raise();
+        }
+    }
+
+    fn raise(&self) {
+        // Can only fail when the counter is at its maximum, and then the line is raised anyway.
+        let _counter_full = self.event.write(1);
+    }
+}
+
+/// Pieces of guest memory of one direction, consumed from the front.
+#[derive(Debug, Default)]
+pub(super) struct Segments<'m> {
+    slices: Vec<Slice<'m>>,
+    first: usize,
+}
+
+impl<'m> Segments<'m> {
+    fn push(&mut self, slice: Slice<'m>) {
+        self.slices.push(slice);
+    }
+
+    /// Bytes left.
+    pub(super) fn len(&self) -> u64 {
+        self.slices().iter().map(|slice| slice.len() as u64).sum()
+    }
+
+    /// What is left.
+    pub(super) fn slices(&self) -> &[Slice<'m>] {
+        &self.slices[self.first..]
+    }
+
+    /// Takes the first `bytes` bytes (or all, when there are fewer).
+    pub(super) fn take(&mut self, bytes: u64) -> Segments<'m> {
+        let mut left = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let mut taken = Segments::default();
+        while left > 0 && self.first < self.slices.len() {
+            let slice = self.slices[self.first];
+            if slice.len() <= left {
+                taken.push(slice);
+                self.first += 1;
+                left -= slice.len();
+            } else if let Ok((head, tail)) = slice.split_at(left) {
+                taken.push(head);
+                self.slices[self.first] = tail;
+                left = 0;
+            } else {
+                break;
+            }
+        }
+        taken
+    }
+
+    /// Copies from guest memory; returns how much there was.
+    pub(super) fn read(&mut self, buffer: &mut [u8]) -> usize {
+        let mut done = 0;
+        for slice in self.take(buffer.len() as u64).slices() {
+            let part = &mut buffer[done..done + slice.len()];
+            done += slice.copy_to(part);
+        }
+        done
+    }
+
+    /// Copies exactly `N` bytes from guest memory, or none.
+    pub(super) fn read_array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        if self.len() < N as u64 {
+            return None;
+        }
+        let mut array = [0; N];
+        (self.read(&mut array) == N).then_some(array)
+    }
+
+    /// Copies to guest memory; returns how much fitted.
+    pub(super) fn write(&mut self, buffer: &[u8]) -> usize {
+        let mut done = 0;
+        for slice in self.take(buffer.len() as u64).slices() {
+            slice.copy_from(&buffer[done..done + slice.len()]);
+            done += slice.len();
+        }
+        done
+    }
+
+    /// Writes zeros over all that is left.
+    pub(super) fn zero(&mut self) {
+        const ZEROS: [u8; 4096] = [0; 4096];
+        while self.write(&ZEROS) == ZEROS.len() {}
+    }
+}
+
+/// A descriptor chain: what the device may read, then what it may write.
+#[derive(Debug)]
+pub(super) struct Chain<'m> {
+    /// Names the chain when it is handed back.
+    pub(super) head: u16,
+    /// From the driver.
+    pub(super) readable: Segments<'m>,
+    /// For the driver.
+    pub(super) writable: Segments<'m>,
+}
+
+/// Saved state of a queue.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct VirtQueueState {
+    size: u16,
+    ready: bool,
+    next_avail: u16,
+    next_used: u16,
+    event_idx: bool,
+    descriptors: u64,
+    available: u64,
+    used: u64,
+}
+
+/// A queue of a device.
+#[derive(Debug)]
+pub(super) struct VirtQueue {
+    /// The rings; set up by the transport.
+    pub(super) ring: Queue,
+    broken: bool,
+}
+
+impl VirtQueue {
+    /// A queue of at most `max_size` (a power of two) entries.
+    pub(super) fn new(max_size: u16) -> Result<Self, virtio_queue::Error> {
+        Ok(Self {
+            ring: Queue::new(max_size)?,
+            broken: false,
+        })
+    }
+
+    /// Back to the state at power-on.
+    pub(super) fn reset(&mut self) {
+        self.ring.reset();
+        self.broken = false;
+    }
+
+    /// Whether the guest made the rings unusable.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
+    }
+
+    fn usable(&self) -> bool {
+        self.ring.ready() && !self.broken
+    }
+
+    /// The next chain. Malformed ones are handed back empty and skipped.
+    pub(super) fn pop<'m>(&mut self, mem: &'m Memory) -> Option<Chain<'m>> {
+        while self.usable() {
+            let descriptors = match self.ring.iter(mem) {
+                Ok(mut heads) => heads.next()?,
+                Err(_) => {
+                    self.broken = true;
+                    return None;
+                }
+            };
+            let head = descriptors.head_index();
+            if let Some(chain) = walk(mem, head, descriptors) {
+                return Some(chain);
+            }
+            self.complete(mem, head, 0);
+        }
+        None
+    }
+
+    /// Undoes the last `chains` calls of [`Self::pop`] that gave a chain; none of those may have been handed back.
+    pub(super) fn push_back(&mut self, chains: usize) {
+        for _ in 0..chains {
+            self.ring.go_to_previous_position();
+        }
+    }
+
+    /// Hands a chain back; `written` bytes of its writable part hold something.
+    pub(super) fn complete(&mut self, mem: &Memory, head: u16, written: u64) {
+        let written = u32::try_from(written).unwrap_or(u32::MAX);
+        if self.ring.add_used(mem, head, written).is_err() {
+            self.broken = true;
+        }
+    }
+
+    /// Interrupts the guest if it wants to know of the chains completed since the last call.
+    pub(super) fn signal(&mut self, mem: &Memory, interrupt: &Interrupt) {
+        if !self.usable() {
+            return;
+        }
+        match self.ring.needs_notification(mem) {
+            Ok(true) => interrupt.signal(INTERRUPT_QUEUE),
+            Ok(false) => {}
+            Err(_) => self.broken = true,
+        }
+    }
+
+    /// Asks the guest to notify us of the next chain; `true` when one is there already.
+    pub(super) fn enable_notification(&mut self, mem: &Memory) -> bool {
+        if !self.usable() {
+            return false;
+        }
+        match self.ring.enable_notification(mem) {
+            Ok(more) => more,
+            Err(_) => {
+                self.broken = true;
+                false
+            }
+        }
+    }
+
+    /// Tells the guest that it need not notify us for now.
+    pub(super) fn disable_notification(&mut self, mem: &Memory) {
+        if self.usable() && self.ring.disable_notification(mem).is_err() {
+            self.broken = true;
+        }
+    }
+
+    /// How far the guest got in adding chains, as a free-running counter.
+    pub(super) fn available_index(&self, mem: &Memory) -> Option<u16> {
+        if !self.usable() {
+            return None;
+        }
+        self.ring.avail_idx(mem, Ordering::Acquire).ok().map(|index| index.0)
+    }
+
+    /// Saved state.
+    pub(super) fn save(&self) -> VirtQueueState {
+        let state = self.ring.state();
+        VirtQueueState {
+            size: state.size,
+            ready: state.ready,
+            next_avail: state.next_avail,
+            next_used: state.next_used,
+            event_idx: state.event_idx_enabled,
+            descriptors: state.desc_table,
+            available: state.avail_ring,
+            used: state.used_ring,
+        }
+    }
+
+    /// The opposite of [`Self::save`]; `None` when the state makes no sense for this queue in this memory.
+    pub(super) fn restore(max_size: u16, mem: &Memory, state: &VirtQueueState) -> Option<Self> {
+        let ring = Queue::try_from(QueueState {
+            max_size,
+            next_avail: state.next_avail,
+            next_used: state.next_used,
+            event_idx_enabled: state.event_idx,
+            size: state.size,
+            ready: state.ready,
+            desc_table: state.descriptors,
+            avail_ring: state.available,
+            used_ring: state.used,
+        })
+        .ok()?;
+        (!state.ready || ring.is_valid(mem)).then_some(Self { ring, broken: false })
+    }
+}
+
+/// Collects a chain. `None` when it is empty, loops, is too long, leaves guest memory, or has readable parts after writable ones.
+fn walk<'m>(mem: &'m Memory, head: u16, descriptors: virtio_queue::DescriptorChain<&'m Memory>) -> Option<Chain<'m>> {
+    let mut chain = Chain {
+        head,
+        readable: Segments::default(),
+        writable: Segments::default(),
+    };
+    let mut complete = false;
+    for (position, descriptor) in descriptors.enumerate() {
+        if position >= MAX_SEGMENTS {
+            return None;
+        }
+        complete = !descriptor.has_next();
+        let writable = descriptor.is_write_only();
+        if !writable && !chain.writable.slices.is_empty() {
+            return None;
+        }
+        let side = if writable {
+            &mut chain.writable
+        } else {
+            &mut chain.readable
+        };
+        for slice in GuestMemoryBackend::get_slices(mem, GuestAddress(descriptor.addr().0), descriptor.len() as usize) {
+            side.push(slice.ok()?);
+        }
+    }
+    complete.then_some(chain)
+}
