@@ -1,0 +1,373 @@
+//! containerd's side of the standard streams, and the copying between it and the guest.
+//!
+//! Opening never blocks. Output FIFOs are opened for reading and writing, so a client that goes away or comes later does not end
+//! the process; they report their end when the guest's stream ends. The input FIFO is held open for writing by us, too, until
+//! `CloseIO`, so that a client may detach and another attach.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use protocol::StreamKind;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::net::unix::pipe;
+use tokio::task::JoinHandle;
+use tracing::{debug, warn};
+
+/// Bytes moved at once.
+const CHUNK: usize = 64 * 1024;
+
+/// The streams as containerd names them: FIFO paths or URIs, empty for none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StdioPaths {
+    /// Input.
+    pub stdin: String,
+    /// Output; with a terminal everything it prints.
+    pub stdout: String,
+    /// Errors; unused with a terminal.
+    pub stderr: String,
+    /// Whether the process has a terminal.
+    pub terminal: bool,
+}
+
+/// Why a stream cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StdioError {
+    /// An open failed.
+    #[error("open {path} for {what}")]
+    Open {
+        /// Which stream.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A URI we cannot serve.
+    #[error("{what} {uri:?}: only FIFOs and file:// are supported")]
+    Scheme {
+        /// Which stream.
+        what: &'static str,
+        /// As given.
+        uri: String,
+    },
+    /// The guest's end.
+    #[error("attach {what} of the guest process")]
+    Attach {
+        /// Which stream.
+        what: &'static str,
+        /// Why not.
+        #[source]
+        source: crate::streams::StreamError,
+    },
+}
+
+/// Where a stream is on this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Place {
+    Nowhere,
+    Fifo(PathBuf),
+    File(PathBuf),
+}
+
+fn place(what: &'static str, uri: &str) -> Result<Place, StdioError> {
+    if uri.is_empty() {
+        return Ok(Place::Nowhere);
+    }
+    let (scheme, rest) = uri.split_once("://").unwrap_or(("", uri));
+    let path = PathBuf::from(rest.split('?').next().unwrap_or_default());
+    match scheme {
+        "" | "fifo" => {
+            let is_fifo = std::fs::metadata(&path).map(|m| m.file_type().is_fifo());
+            match is_fifo {
+                Ok(true) => Ok(Place::Fifo(path)),
+                Ok(false) => Ok(Place::File(path)),
+                Err(source) => Err(StdioError::Open { what, path, source }),
+            }
+        }
+        "file" => Ok(Place::File(path)),
+        _ => Err(StdioError::Scheme {
+            what,
+            uri: uri.to_owned(),
+        }),
+    }
+}
+
+/// Where output goes.
+#[derive(Debug)]
+pub enum Sink {
+    /// Thrown away.
+    Nowhere,
+    /// A client reads it.
+    Fifo(pipe::Sender),
+    /// Appended.
+    File(File),
+}
+
+impl Sink {
+    /// Opens a stream for output.
+    ///
+    /// # Errors
+    /// See [`StdioError`].
+    pub fn open(what: &'static str, uri: &str) -> Result<Self, StdioError> {
+        match place(what, uri)? {
+            Place::Nowhere => Ok(Self::Nowhere),
+            Place::Fifo(path) => pipe::OpenOptions::new()
+                .read_write(true)
+                .open_sender(&path)
+                .map(Self::Fifo)
+                .map_err(|source| StdioError::Open { what, path, source }),
+            Place::File(path) => Self::open_file(what, path),
+        }
+    }
+
+    fn open_file(what: &'static str, path: PathBuf) -> Result<Self, StdioError> {
+        if let Some(parent) = path.parent() {
+            let _ = std::fs::create_dir_all(parent);
+        }
+        File::options()
+            .create(true)
+            .append(true)
+            .open(&path)
+            .map(Self::File)
+            .map_err(|source| StdioError::Open { what, path, source })
+    }
+
+    async fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        match self {
+            Self::Nowhere => Ok(()),
+            Self::Fifo(fifo) => fifo.write_all(bytes).await,
+            Self::File(file) => file.write_all(bytes),
+        }
+    }
+}
+
+/// Where input comes from.
+#[derive(Debug)]
+pub struct Source {
+    fifo: pipe::Receiver,
+    /// Keeps the FIFO from ending while clients come and go.
+    hold: pipe::Sender,
+}
+
+impl Source {
+    /// Opens a FIFO for input; `None` for no input at all.
+    ///
+    /// # Errors
+    /// See [`StdioError`].
+    pub fn open(uri: &str) -> Result<Option<Self>, StdioError> {
+        let what = "stdin";
+        match place(what, uri)? {
+            Place::Nowhere => Ok(None),
+            Place::File(path) => Err(StdioError::Scheme {
+                what,
+                uri: path.display().to_string(),
+            }),
+            Place::Fifo(path) => {
+                let failed = |source| StdioError::Open {
+                    what,
+                    path: path.clone(),
+                    source,
+                };
+                let fifo = pipe::OpenOptions::new().open_receiver(&path).map_err(failed)?;
+                let hold = open_hold(&path).map_err(failed)?;
+                Ok(Some(Self { fifo, hold }))
+            }
+        }
+    }
+}
+
+fn open_hold(path: &Path) -> std::io::Result<pipe::Sender> {
+    pipe::OpenOptions::new().open_sender(path)
+}
+
+/// The running copies of one process.
+#[derive(Debug, Default)]
+pub struct Copies {
+    outputs: Mutex<Vec<JoinHandle<()>>>,
+    input: Mutex<Option<JoinHandle<()>>>,
+    hold: Mutex<Option<pipe::Sender>>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Copies {
+    /// Copies a guest stream to a sink until the stream ends.
+    pub fn add_output(&self, kind: StreamKind, stream: UnixStream, sink: Sink) {
+        locked(&self.outputs).push(tokio::spawn(copy_output(kind, stream, sink)));
+    }
+
+    /// Copies a source to the guest's stdin until the source ends.
+    pub fn set_input(&self, source: Source, stream: UnixStream) {
+        let Source { fifo, hold } = source;
+        *locked(&self.hold) = Some(hold);
+        *locked(&self.input) = Some(tokio::spawn(copy_input(fifo, stream)));
+    }
+
+    /// The client will send no more: what is in the FIFO still goes to the guest, then its stdin is closed.
+    pub fn close_stdin(&self) {
+        locked(&self.hold).take();
+    }
+
+    /// Waits until all output has been delivered, at most `limit`; then gives up.
+    pub async fn drain(&self, limit: Duration) {
+        let outputs = std::mem::take(&mut *locked(&self.outputs));
+        let deadline = tokio::time::Instant::now() + limit;
+        for mut output in outputs {
+            if tokio::time::timeout_at(deadline, &mut output).await.is_err() {
+                warn!("output was not drained in time");
+                output.abort();
+            }
+        }
+        self.abort();
+    }
+
+    /// Ends all copies now.
+    pub fn abort(&self) {
+        locked(&self.hold).take();
+        if let Some(input) = locked(&self.input).take() {
+            input.abort();
+        }
+        for output in locked(&self.outputs).drain(..) {
+            output.abort();
+        }
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+async fn copy_output(kind: StreamKind, mut stream: UnixStream, mut sink: Sink) {
+    let mut buffer = vec![0; CHUNK];
+    loop {
+        let n = match stream.read(&mut buffer).await {
+            Ok(0) => break,
+            Ok(n) => n,
+            Err(error) => {
+                debug!(?kind, %error, "stream ended");
+                break;
+            }
+        };
+        if let Err(error) = sink.write(buffer.get(..n).unwrap_or_default()).await {
+            // The process must not block on a client that cannot take its output.
+            warn!(?kind, %error, "output is thrown away from here on");
+            sink = Sink::Nowhere;
+        }
+    }
+}
+
+async fn copy_input(mut fifo: pipe::Receiver, mut stream: UnixStream) {
+    let mut buffer = vec![0; CHUNK];
+    loop {
+        let n = match fifo.read(&mut buffer).await {
+            Ok(0) => break,
+            Ok(n) => n,
+            Err(error) => {
+                warn!(%error, "read stdin");
+                break;
+            }
+        };
+        if let Err(error) = stream.write_all(buffer.get(..n).unwrap_or_default()).await {
+            debug!(%error, "the process takes no more input");
+            return;
+        }
+    }
+    let _ = stream.shutdown().await;
+    // The other direction carries nothing; wait for the guest to close so that nothing unread is reset away.
+    while !matches!(stream.read(&mut buffer).await, Ok(0) | Err(_)) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::stat::Mode;
+    use tokio::io::AsyncBufReadExt;
+
+    fn fifo(dir: &tempfile::TempDir, name: &str) -> PathBuf {
+        let path = dir.path().join(name);
+        nix::unistd::mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
+        path
+    }
+
+    #[tokio::test]
+    async fn output_arrives_whole_and_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir, "out");
+        let sink = Sink::open("stdout", path.to_str().unwrap()).unwrap();
+        let (ours, mut guest) = UnixStream::pair().unwrap();
+        let copies = Copies::default();
+        copies.add_output(StreamKind::Stdout, ours, sink);
+        let reader = pipe::OpenOptions::new().open_receiver(&path).unwrap();
+        let lines = 20_000;
+        let writer = tokio::spawn(async move {
+            for i in 0..lines {
+                guest.write_all(format!("line {i}\n").as_bytes()).await.unwrap();
+            }
+        });
+        let mut read = tokio::io::BufReader::new(reader).lines();
+        let mut count = 0;
+        while let Some(line) = read.next_line().await.unwrap() {
+            assert_eq!(line, format!("line {count}"));
+            count += 1;
+        }
+        assert_eq!(count, lines);
+        writer.await.unwrap();
+        copies.drain(Duration::from_secs(5)).await;
+    }
+
+    #[tokio::test]
+    async fn input_ends_only_after_close() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir, "in");
+        let source = Source::open(path.to_str().unwrap()).unwrap().unwrap();
+        let (ours, mut guest) = UnixStream::pair().unwrap();
+        let copies = Copies::default();
+        copies.set_input(source, ours);
+        for text in ["one", "two"] {
+            // Each client closes its end; the process goes on waiting.
+            let mut client = pipe::OpenOptions::new().open_sender(&path).unwrap();
+            client.write_all(text.as_bytes()).await.unwrap();
+            drop(client);
+            let mut got = [0; 3];
+            guest.read_exact(&mut got).await.unwrap();
+            assert_eq!(&got, text.as_bytes());
+        }
+        let mut client = pipe::OpenOptions::new().open_sender(&path).unwrap();
+        client.write_all(b"end").await.unwrap();
+        copies.close_stdin();
+        drop(client);
+        let mut rest = Vec::new();
+        guest.read_to_end(&mut rest).await.unwrap();
+        assert_eq!(rest, b"end");
+    }
+
+    #[tokio::test]
+    async fn files_are_appended_and_unknown_schemes_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sub/log");
+        let uri = format!("file://{}", path.display());
+        for text in ["a", "b"] {
+            let (ours, mut guest) = UnixStream::pair().unwrap();
+            let copies = Copies::default();
+            copies.add_output(StreamKind::Stdout, ours, Sink::open("stdout", &uri).unwrap());
+            guest.write_all(text.as_bytes()).await.unwrap();
+            drop(guest);
+            copies.drain(Duration::from_secs(5)).await;
+        }
+        assert_eq!(std::fs::read(&path).unwrap(), b"ab");
+        assert!(matches!(
+            Sink::open("stdout", "binary:///bin/x"),
+            Err(StdioError::Scheme { .. })
+        ));
+    }
+}

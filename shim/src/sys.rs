@@ -1,0 +1,68 @@
+//! The two things that have no safe form: taking ownership of received descriptors, and placing one at a fixed number in a child.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use nix::cmsg_space;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use vmm::control::MAX_FDS;
+
+/// Makes `fd` the descriptor `number` of the child that `command` starts.
+pub(crate) fn place_descriptor(command: &mut Command, fd: OwnedFd, number: i32) {
+    let hook = move || {
+        let raw = fd.as_raw_fd();
+        if raw == number {
+            return nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty()))
+                .map(drop)
+                .map_err(Into::into);
+        }
+        // SAFETY: dup2 is async-signal-safe and takes plain numbers; the child owns its descriptor table.
+        let done = unsafe { libc::dup2(raw, number) };
+        if done < 0 {
+            Err(std::io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
+    };
+    // SAFETY: the hook makes only async-signal-safe system calls and does not allocate.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Sends one packet with descriptors.
+pub(crate) fn send_packet(socket: &OwnedFd, bytes: &[u8], fds: &[OwnedFd]) -> std::io::Result<()> {
+    let raw: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let control: &[ControlMessage<'_>] = if raw.is_empty() { &[] } else { &rights };
+    sendmsg::<()>(
+        socket.as_raw_fd(),
+        &[IoSlice::new(bytes)],
+        control,
+        MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT,
+        None,
+    )?;
+    Ok(())
+}
+
+/// Receives one packet into `buffer`; an empty packet is the end.
+pub(crate) fn receive_packet(socket: &OwnedFd, buffer: &mut [u8]) -> std::io::Result<(usize, Vec<OwnedFd>)> {
+    let mut space = cmsg_space!([i32; MAX_FDS]);
+    let mut slices = [IoSliceMut::new(buffer)];
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
+    let message = recvmsg::<()>(socket.as_fd().as_raw_fd(), &mut slices, Some(&mut space), flags)?;
+    let mut fds = Vec::new();
+    for control in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(raw) = control {
+            // SAFETY: the kernel has just made these descriptors for us, and nobody else knows them.
+            fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+        }
+    }
+    if message.flags.intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC) {
+        return Err(std::io::Error::new(
+            std::io::ErrorKind::InvalidData,
+            "packet was cut short",
+        ));
+    }
+    Ok((message.bytes, fds))
+}
