@@ -1,0 +1,217 @@
+//! PID 1 of the guest: brings the machine up, serves the two ports, and ends the machine.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::mount::{MsFlags, mount};
+use nix::sys::reboot::{RebootMode, reboot};
+use protocol::ports;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::agent::Agent;
+use crate::cgroup::{self, Cgroup};
+use crate::fd::{Listener, knock};
+
+/// Kernel modules in the initramfs, loaded in the order of their names.
+const MODULES: &str = "/modules";
+
+/// Becomes the root directory.
+const NEW_ROOT: &str = "/newroot";
+
+/// How long the host's side may take to accept the first connection.
+const KNOCK_DEADLINE: Duration = Duration::from_secs(10);
+
+/// How long containers may take to die when the machine ends.
+const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
+
+/// How long the answer to Shutdown may take to leave the machine.
+const LAST_WORDS: Duration = Duration::from_millis(100);
+
+/// Where the agent listens.
+#[derive(Clone, Debug)]
+pub enum Doors {
+    /// On the vsock ports of the protocol, in a guest.
+    Vsock,
+    /// On `rpc.sock` and `streams.sock` in a directory: to try the agent without a VM.
+    Unix(std::path::PathBuf),
+}
+
+/// Runs as PID 1; ends the machine whatever happens.
+pub fn main() {
+    std::panic::set_hook(Box::new(|panic| {
+        eprintln!("ramet-agent: {panic}");
+        power_off();
+    }));
+    let result = bring_up().and_then(|()| {
+        log_to_console(kernel_log_level());
+        serve(Doors::Vsock)
+    });
+    if let Err(error) = result {
+        eprintln!("ramet-agent: {error:#}");
+    }
+    power_off();
+}
+
+/// Serves until SIGTERM.
+///
+/// # Errors
+/// When a listener cannot be made or breaks.
+pub fn serve(doors: Doors) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    runtime.block_on(async {
+        let agent = Arc::new(Agent::default());
+        let mut children = signal(SignalKind::child()).context("watch for SIGCHLD")?;
+        let mut terminate = signal(SignalKind::terminate()).context("watch for SIGTERM")?;
+        let (rpc, streams) = open(&doors).context("listen")?;
+        let mut rpc = tokio::spawn(crate::server::serve(agent.clone(), rpc));
+        let mut streams = tokio::spawn(crate::streams::serve(agent.clone(), streams));
+        if matches!(doors, Doors::Vsock) {
+            report_ready().context("tell the host that the agent is ready")?;
+        }
+        loop {
+            tokio::select! {
+                _ = children.recv() => agent.reaper.reap(),
+                _ = terminate.recv() => return Ok(()),
+                ended = &mut rpc => return ended.context("serve requests")?.context("serve requests"),
+                ended = &mut streams => return ended.context("serve streams")?.context("serve streams"),
+            }
+        }
+    })
+}
+
+/// Kills all containers, writes everything out and ends the machine once the answer is on its way.
+///
+/// # Errors
+/// When containers do not die; the machine goes on then.
+pub async fn shut_down() -> crate::error::Result<()> {
+    Cgroup::all().kill()?;
+    Cgroup::all().wait_empty(SHUTDOWN_DEADLINE).await?;
+    nix::unistd::sync();
+    tokio::spawn(async {
+        tokio::time::sleep(LAST_WORDS).await;
+        power_off();
+    });
+    Ok(())
+}
+
+/// Ends the machine; outside a guest only the process.
+fn power_off() {
+    if std::process::id() == 1 {
+        nix::unistd::sync();
+        let Err(error) = reboot(RebootMode::RB_POWER_OFF);
+        eprintln!("ramet-agent: power off: {error}");
+    }
+    std::process::exit(1);
+}
+
+fn open(doors: &Doors) -> io::Result<(Listener, Listener)> {
+    match doors {
+        Doors::Vsock => Ok((Listener::vsock(ports::RPC)?, Listener::vsock(ports::STREAMS)?)),
+        Doors::Unix(directory) => {
+            Ok((Listener::unix(&directory.join("rpc.sock"))?, Listener::unix(&directory.join("streams.sock"))?))
+        }
+    }
+}
+
+/// The vsock device may still be probed when its module has been loaded.
+fn report_ready() -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        match knock(ports::READY) {
+            Ok(_) => return Ok(()),
+            Err(error) if start.elapsed() > KNOCK_DEADLINE => return Err(error),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+fn bring_up() -> Result<()> {
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
+    load_modules().context("load kernel modules")?;
+    new_root().context("make the root directory")?;
+    crate::network::loopback_up().context("bring up the loopback interface")?;
+    Ok(())
+}
+
+fn load_modules() -> Result<()> {
+    let mut modules = Vec::new();
+    match fs::read_dir(MODULES) {
+        Ok(entries) => {
+            for entry in entries {
+                modules.push(entry?.path());
+            }
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error).context(MODULES),
+    }
+    modules.sort();
+    for path in modules {
+        let file = fs::File::open(&path).with_context(|| path.display().to_string())?;
+        match crate::sys::load_module(&file) {
+            Ok(()) | Err(nix::Error::EEXIST) => {}
+            Err(error) => return Err(error).with_context(|| path.display().to_string()),
+        }
+        // It is in the kernel now; the file would only hold memory.
+        fs::remove_file(&path).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// Moves onto a tmpfs: the initramfs cannot be left with pivot_root, which containers need.
+fn new_root() -> Result<()> {
+    let nothing = MsFlags::empty();
+    let closed = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    let mounts = [
+        ("", "tmpfs", nothing, "mode=0755"),
+        ("proc", "proc", closed, ""),
+        ("sys", "sysfs", closed, ""),
+        ("sys/fs/cgroup", "cgroup2", closed, "nsdelegate"),
+        ("dev", "devtmpfs", MsFlags::MS_NOSUID, "mode=0755"),
+        ("dev/pts", "devpts", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, "ptmxmode=0666,mode=0620,gid=5"),
+        ("dev/shm", "tmpfs", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=1777"),
+        ("run", "tmpfs", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=0755"),
+    ];
+    for (name, kind, flags, options) in mounts {
+        let target = Path::new(NEW_ROOT).join(name);
+        fs::create_dir_all(&target).with_context(|| target.display().to_string())?;
+        mount(Some(kind), &target, Some(kind), flags, Some(options))
+            .with_context(|| format!("mount {kind} on {}", target.display()))?;
+    }
+    nix::unistd::chdir(NEW_ROOT)?;
+    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).context("move the root")?;
+    nix::unistd::chroot(".")?;
+    nix::unistd::chdir("/")?;
+    fs::create_dir_all(crate::container_command::STATE)?;
+    enable_controllers().context("enable the controllers of control groups")
+}
+
+/// Makes the group above all containers and lets those below it have every controller.
+///
+/// # Errors
+/// When cgroup2 is not mounted.
+pub fn enable_controllers() -> io::Result<()> {
+    let parent = Cgroup::all();
+    fs::create_dir_all(parent.path())?;
+    for group in [Path::new(cgroup::MOUNT), parent.path()] {
+        let controllers = fs::read_to_string(group.join("cgroup.controllers"))?;
+        for controller in controllers.split_whitespace() {
+            fs::write(group.join("cgroup.subtree_control"), format!("+{controller}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn kernel_log_level() -> tracing::Level {
+    let command_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    let level = command_line.split_whitespace().find_map(|word| word.strip_prefix("ramet.log="));
+    level.and_then(|level| level.parse().ok()).unwrap_or(tracing::Level::WARN)
+}
+
+/// Logs to the console. Each byte there is a VM exit, so only what matters is said.
+pub fn log_to_console(level: tracing::Level) {
+    tracing_subscriber::fmt().with_max_level(level).with_ansi(false).with_writer(io::stderr).init();
+}

@@ -1,0 +1,284 @@
+//! The guest's network interface: link, addresses, routes, neighbours.
+
+use std::io;
+use std::net::IpAddr;
+
+use protocol::guest::NetworkConfig;
+
+use crate::error::{AgentError, Result};
+use crate::netlink::{Body, CREATE_EXCL, CREATE_REPLACE, Netlink, attributes, i32_at, u16_at};
+
+/// Most addresses or routes accepted.
+const MAX_ENTRIES: usize = 64;
+
+/// Length of `struct ifinfomsg`, `ifaddrmsg`, `rtmsg`, `ndmsg`.
+const IFINFOMSG: usize = 16;
+const IFADDRMSG: usize = 8;
+const NDMSG: usize = 12;
+
+/// An address with the length of its network's prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cidr {
+    /// The address.
+    pub address: IpAddr,
+    /// Bits of the network.
+    pub prefix: u8,
+}
+
+impl Cidr {
+    /// Reads `10.4.0.7/24` or `fd00::7/64`.
+    ///
+    /// # Errors
+    /// When it is not of that form.
+    pub fn parse(text: &str) -> Result<Self> {
+        let invalid = || AgentError::Invalid(format!("{text:?} is not an address with a prefix length"));
+        let (address, prefix) = text.split_once('/').ok_or_else(invalid)?;
+        let address: IpAddr = address.parse().map_err(|_| invalid())?;
+        let prefix: u8 = prefix.parse().map_err(|_| invalid())?;
+        let longest = if address.is_ipv4() { 32 } else { 128 };
+        if prefix > longest { Err(invalid()) } else { Ok(Self { address, prefix }) }
+    }
+}
+
+/// A checked [`NetworkConfig`].
+#[derive(Debug)]
+struct Plan {
+    mac: [u8; 6],
+    mtu: u32,
+    addresses: Vec<Cidr>,
+    routes: Vec<(Option<Cidr>, Option<IpAddr>)>,
+}
+
+/// Sets the guest's interface to exactly what is asked: addresses, routes and neighbours that were there go. Without a MAC
+/// only the loopback interface is brought up.
+///
+/// # Errors
+/// When the configuration is malformed, there is no interface, or the kernel refuses.
+pub fn configure(config: &NetworkConfig) -> Result<()> {
+    loopback_up().map_err(|error| AgentError::io("bring up the loopback interface", error))?;
+    let Some(plan) = plan(config)? else { return Ok(()) };
+    let netlink = Netlink::route().map_err(|error| AgentError::io("open a routing socket", error))?;
+    let link = find_link(&netlink)?;
+    apply(&netlink, link, &plan)
+}
+
+/// Brings up `lo`.
+///
+/// # Errors
+/// What the kernel says.
+pub fn loopback_up() -> io::Result<()> {
+    Netlink::route()?.request(libc::RTM_NEWLINK, 0, &link_body(1, true))
+}
+
+fn plan(config: &NetworkConfig) -> Result<Option<Plan>> {
+    if config.mac.is_empty() {
+        return Ok(None);
+    }
+    if config.addresses.len() > MAX_ENTRIES || config.routes.len() > MAX_ENTRIES {
+        return Err(AgentError::Invalid("too many addresses or routes".into()));
+    }
+    let addresses = config.addresses.iter().map(|address| Cidr::parse(&address.cidr)).collect::<Result<_>>()?;
+    let mut routes = Vec::new();
+    for route in &config.routes {
+        let destination = Some(route.destination.as_str()).filter(|text| !text.is_empty());
+        let gateway = Some(route.gateway.as_str()).filter(|text| !text.is_empty());
+        let gateway = gateway
+            .map(|text| text.parse().map_err(|_| AgentError::Invalid(format!("{text:?} is not an address"))))
+            .transpose()?;
+        routes.push((destination.map(Cidr::parse).transpose()?, gateway));
+    }
+    // On-link routes first: a gateway must be reachable when its route is added.
+    routes.sort_by_key(|(_, gateway)| gateway.is_some());
+    Ok(Some(Plan { mac: parse_mac(&config.mac)?, mtu: config.mtu, addresses, routes }))
+}
+
+/// Reads `aa:bb:cc:dd:ee:ff`.
+fn parse_mac(text: &str) -> Result<[u8; 6]> {
+    let invalid = || AgentError::Invalid(format!("{text:?} is not a MAC address"));
+    let mut mac = [0; 6];
+    let mut parts = text.split(':');
+    for byte in &mut mac {
+        let part = parts.next().filter(|part| part.len() == 2).ok_or_else(invalid)?;
+        *byte = u8::from_str_radix(part, 16).map_err(|_| invalid())?;
+    }
+    if parts.next().is_some() { Err(invalid()) } else { Ok(mac) }
+}
+
+/// The first Ethernet interface that is not ours by name: the VM has one.
+fn find_link(netlink: &Netlink) -> Result<i32> {
+    const ARPHRD_ETHER: u16 = 1;
+    let mut found = None;
+    let visit = |_, payload: &[u8]| {
+        if u16_at(payload, 2) == Some(ARPHRD_ETHER) && found.is_none() {
+            found = i32_at(payload, 4);
+        }
+    };
+    netlink
+        .dump(libc::RTM_GETLINK, &Body::new(&[0; IFINFOMSG]), visit)
+        .map_err(|error| AgentError::io("list the interfaces", error))?;
+    found.ok_or_else(|| AgentError::not_found("network interface", "eth0"))
+}
+
+fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
+    let failed = |what: String| move |error: io::Error| AgentError::io(what, error);
+    // The driver only takes another MAC while the link is down; that also drops routes and neighbours.
+    netlink.request(libc::RTM_NEWLINK, 0, &link_body(link, false)).map_err(failed("take down the interface".into()))?;
+    remove_all(netlink, link, libc::RTM_GETADDR, libc::RTM_DELADDR, IFADDRMSG, 4)
+        .map_err(failed("remove the old addresses".into()))?;
+    let mut body = link_body(link, true).attribute(libc::IFLA_ADDRESS, &plan.mac);
+    if plan.mtu != 0 {
+        body = body.attribute(libc::IFLA_MTU, &plan.mtu.to_ne_bytes());
+    }
+    netlink.request(libc::RTM_NEWLINK, 0, &body).map_err(failed("set up the interface".into()))?;
+    for address in &plan.addresses {
+        netlink
+            .request(libc::RTM_NEWADDR, CREATE_REPLACE, &address_body(link, *address))
+            .map_err(failed(format!("add address {address:?}")))?;
+    }
+    for (destination, gateway) in &plan.routes {
+        netlink
+            .request(libc::RTM_NEWROUTE, CREATE_EXCL, &route_body(link, *destination, *gateway))
+            .or_else(|error| if error.raw_os_error() == Some(libc::EEXIST) { Ok(()) } else { Err(error) })
+            .map_err(failed(format!("add route {destination:?} by {gateway:?}")))?;
+    }
+    remove_all(netlink, link, libc::RTM_GETNEIGH, libc::RTM_DELNEIGH, NDMSG, 4)
+        .map_err(failed("remove the old neighbours".into()))
+}
+
+/// Removes every entry of a table that belongs to the link. `index_at` is where the entry's interface index is.
+fn remove_all(netlink: &Netlink, link: i32, get: u16, delete: u16, fixed: usize, index_at: usize) -> io::Result<()> {
+    // RTA_CACHEINFO and the like are only reports; what names an entry are its first attributes.
+    const NAMES_AN_ENTRY: [u16; 2] = [1, 2];
+    let mut entries = Vec::new();
+    netlink.dump(get, &Body::new(&vec![0; fixed]), |_, payload| {
+        if i32_at(payload, index_at) == Some(link)
+            && let Some(head) = payload.get(..fixed)
+        {
+            let named = attributes(payload, fixed).filter(|(kind, _)| NAMES_AN_ENTRY.contains(kind));
+            entries.push(named.fold(Body::new(head), |body, (kind, value)| body.attribute(kind, value)));
+        }
+    })?;
+    for entry in entries {
+        match netlink.request(delete, 0, &entry) {
+            Err(error) if !is_gone(&error) => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EADDRNOTAVAIL | libc::ESRCH))
+}
+
+fn link_body(index: i32, up: bool) -> Body {
+    const IFF_UP: u32 = 1;
+    let mut fixed = [0; IFINFOMSG];
+    fixed[4..8].copy_from_slice(&index.to_ne_bytes());
+    fixed[8..12].copy_from_slice(&u32::from(up).to_ne_bytes());
+    fixed[12..16].copy_from_slice(&IFF_UP.to_ne_bytes());
+    Body::new(&fixed)
+}
+
+fn family(address: IpAddr) -> u8 {
+    let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    u8::try_from(family).unwrap_or_default()
+}
+
+fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    }
+}
+
+fn address_body(link: i32, address: Cidr) -> Body {
+    const IFA_F_NODAD: u8 = 2;
+    let mut fixed = [0; IFADDRMSG];
+    fixed[0] = family(address.address);
+    fixed[1] = address.prefix;
+    fixed[2] = IFA_F_NODAD;
+    fixed[4..8].copy_from_slice(&link.to_ne_bytes());
+    let octets = octets(address.address);
+    Body::new(&fixed).attribute(libc::IFA_LOCAL, &octets).attribute(libc::IFA_ADDRESS, &octets)
+}
+
+fn route_body(link: i32, destination: Option<Cidr>, gateway: Option<IpAddr>) -> Body {
+    let any = gateway.or(destination.map(|d| d.address)).unwrap_or(IpAddr::from([0, 0, 0, 0]));
+    // rtmsg: family, dst_len, src_len, tos, table, protocol, scope, type, flags.
+    let scope = if gateway.is_some() { libc::RT_SCOPE_UNIVERSE } else { libc::RT_SCOPE_LINK };
+    let fixed = [
+        family(any),
+        destination.map_or(0, |d| d.prefix),
+        0,
+        0,
+        libc::RT_TABLE_MAIN,
+        libc::RTPROT_STATIC,
+        scope,
+        libc::RTN_UNICAST,
+        0,
+        0,
+        0,
+        0,
+    ];
+    let mut body = Body::new(&fixed);
+    if let Some(destination) = destination {
+        body = body.attribute(libc::RTA_DST, &octets(destination.address));
+    }
+    if let Some(gateway) = gateway {
+        body = body.attribute(libc::RTA_GATEWAY, &octets(gateway));
+    }
+    body.attribute(libc::RTA_OIF, &link.to_ne_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use protocol::guest::{Address, Route};
+
+    use super::*;
+
+    #[test]
+    fn addresses_and_macs_are_read_strictly() {
+        let cidr = Cidr::parse("10.4.0.7/24").expect("an address");
+        assert_eq!(cidr, Cidr { address: [10, 4, 0, 7].into(), prefix: 24 });
+        assert_eq!(Cidr::parse("fd00::7/64").expect("an address").prefix, 64);
+        for bad in ["", "10.4.0.7", "10.4.0.7/33", "fd00::/129", "10.4.0/24", "x/1", "10.4.0.7/-1"] {
+            assert!(Cidr::parse(bad).is_err(), "{bad}");
+        }
+        assert_eq!(parse_mac("02:00:00:00:00:ff").expect("a MAC"), [2, 0, 0, 0, 0, 0xff]);
+        for bad in ["", "02:00:00:00:00", "02:00:00:00:00:ff:01", "2:0:0:0:0:ff", "zz:00:00:00:00:00"] {
+            assert!(parse_mac(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn routes_without_gateway_come_first() {
+        let route = |destination: &str, gateway: &str| Route {
+            destination: destination.into(),
+            gateway: gateway.into(),
+            ..Default::default()
+        };
+        let config = NetworkConfig {
+            mac: "02:00:00:00:00:01".into(),
+            addresses: vec![Address { cidr: "10.0.0.2/32".into(), ..Default::default() }],
+            routes: vec![route("", "10.0.0.1"), route("10.0.0.1/32", "")],
+            ..Default::default()
+        };
+        let plan = plan(&config).expect("well formed").expect("there is a MAC");
+        assert_eq!(plan.routes[0].1, None);
+        assert_eq!(plan.routes[1], (None, Some([10, 0, 0, 1].into())));
+    }
+
+    #[test]
+    fn nothing_is_planned_without_a_mac() {
+        assert!(plan(&NetworkConfig::new()).expect("well formed").is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_can_hurt(text in ".{0,60}") {
+            let _ = (Cidr::parse(&text), parse_mac(&text));
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The new identity of a restored guest: entropy, clock, names, and the end of the parent's connections.
+//!
+//! One line for each hazard is in docs/fork-hazards.md. All steps are taken while the containers are frozen.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use nix::mount::{MntFlags, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::statfs::{PROC_SUPER_MAGIC, statfs};
+use nix::sys::time::TimeSpec;
+use nix::time::{ClockId, clock_settime};
+use protocol::guest::RenewRequest;
+use tokio::sync::oneshot;
+
+use crate::error::{AgentError, Result};
+use crate::in_root::InRoot;
+
+/// Bounds of what a request may carry, in bytes.
+const ENTROPY: std::ops::RangeInclusive<usize> = 32..=4096;
+const MAX_HOSTNAME: usize = 64;
+const MAX_FORK_JSON: usize = 1 << 20;
+
+/// What a fork reads to learn who it is.
+const FORK_JSON: &str = "/run/ramet/fork.json";
+const MACHINE_ID: &str = "/etc/machine-id";
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Where the agent keeps the boot id that containers see.
+const OUR_BOOT_ID: &str = "/run/ramet/boot_id";
+
+/// Renews the guest. `init_pid` is the container that becomes the fork, `root` its root filesystem as the agent mounted it, `pids`
+/// the init of every container. Returns how many connections were killed.
+///
+/// # Errors
+/// When any step fails.
+pub async fn renew(request: &RenewRequest, init_pid: u32, root: Option<&Path>, pids: Vec<u32>) -> Result<u32> {
+    check(request)?;
+    reseed(&request.entropy).map_err(|error| AgentError::io("reseed the random number generator", error))?;
+    set_clock(request.realtime_ns)?;
+    if !request.hostname.is_empty() {
+        nix::unistd::sethostname(&request.hostname).map_err(|error| AgentError::io("set the guest's hostname", error))?;
+    }
+    fs::write(OUR_BOOT_ID, format!("{}\n", request.boot_id))
+        .map_err(|error| AgentError::io(format!("write {OUR_BOOT_ID}"), error))?;
+    let inside = Inside { init_pid, pids, hostname: request.hostname.clone() };
+    let closed = in_namespaces(inside).await?;
+    write_files(request, init_pid, root)?;
+    Ok(closed)
+}
+
+fn check(request: &RenewRequest) -> Result<()> {
+    let invalid = |what: &str| Err(AgentError::Invalid(format!("renew: {what}")));
+    if !ENTROPY.contains(&request.entropy.len()) {
+        return invalid("entropy must be 32 to 4096 bytes");
+    }
+    if request.realtime_ns <= 0 {
+        return invalid("realtime is missing");
+    }
+    if request.hostname.len() > MAX_HOSTNAME || request.hostname.contains('\0') {
+        return invalid("the hostname is too long");
+    }
+    let hex = |text: &str| text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
+    if request.machine_id.len() != 32 || !hex(&request.machine_id) {
+        return invalid("the machine id must be 32 hex digits");
+    }
+    let groups: Vec<&str> = request.boot_id.split('-').collect();
+    if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12]) || !groups.iter().all(|group| hex(group)) {
+        return invalid("the boot id must be a UUID");
+    }
+    if request.fork_json.len() > MAX_FORK_JSON {
+        return invalid("the fork description is too long");
+    }
+    Ok(())
+}
+
+fn reseed(entropy: &[u8]) -> io::Result<()> {
+    let random = File::options().write(true).open("/dev/urandom")?;
+    crate::sys::add_entropy(&random, entropy)
+}
+
+fn set_clock(realtime_ns: i64) -> Result<()> {
+    const SECOND: i64 = 1_000_000_000;
+    let time = TimeSpec::new(realtime_ns.div_euclid(SECOND), realtime_ns.rem_euclid(SECOND));
+    clock_settime(ClockId::CLOCK_REALTIME, time).map_err(|error| AgentError::io("set the clock", error))
+}
+
+/// What is done inside the containers' namespaces.
+struct Inside {
+    init_pid: u32,
+    pids: Vec<u32>,
+    hostname: String,
+}
+
+/// Does it on a thread of its own, which ends with its namespaces.
+async fn in_namespaces(inside: Inside) -> Result<u32> {
+    let (done, result) = oneshot::channel();
+    std::thread::Builder::new()
+        .name("renew".into())
+        .spawn(move || {
+            // Whoever waits may be gone; then the guest is being killed.
+            let _ = done.send(inside.run());
+        })
+        .map_err(|error| AgentError::io("start a thread", error))?;
+    result.await.map_err(|_| AgentError::Runtime("renew inside the containers broke off".into()))?
+}
+
+impl Inside {
+    fn run(&self) -> Result<u32> {
+        unshare(CloneFlags::CLONE_FS).map_err(|error| AgentError::io("leave the agent's working directory", error))?;
+        let mut closed = 0;
+        let mut seen = BTreeSet::new();
+        let own = [std::process::id()];
+        for &pid in own.iter().chain(&self.pids) {
+            if seen.insert(namespace_id(pid, "net")?) {
+                enter(pid, "net", CloneFlags::CLONE_NEWNET)?;
+                closed += crate::connections::kill_all()?;
+            }
+        }
+        if !self.hostname.is_empty() && namespace_id(self.init_pid, "uts")? != namespace_id(own[0], "uts")? {
+            enter(self.init_pid, "uts", CloneFlags::CLONE_NEWUTS)?;
+            nix::unistd::sethostname(&self.hostname).map_err(|error| AgentError::io("set the hostname", error))?;
+        }
+        let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
+            .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
+        enter(self.init_pid, "mnt", CloneFlags::CLONE_NEWNS)?;
+        cover_boot_id(&tree).map_err(|error| AgentError::io(format!("mount over {BOOT_ID}"), error))?;
+        Ok(closed)
+    }
+}
+
+/// Mounts our boot id over the kernel's, in the place of the one of an earlier fork. A container without /proc sees none.
+fn cover_boot_id(tree: &std::os::fd::OwnedFd) -> io::Result<()> {
+    let target = Path::new(BOOT_ID);
+    match statfs(target) {
+        Ok(found) if found.filesystem_type() != PROC_SUPER_MAGIC => {
+            umount2(target, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
+        }
+        Ok(_) => {}
+        Err(nix::Error::ENOENT | nix::Error::ENOTDIR) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    }
+    crate::sys::attach_tree(tree, target)
+}
+
+fn namespace_path(pid: u32, kind: &str) -> PathBuf {
+    Path::new("/proc").join(pid.to_string()).join("ns").join(kind)
+}
+
+fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
+    let path = namespace_path(pid, kind);
+    let metadata = fs::metadata(&path);
+    metadata.map(|found| found.ino()).map_err(|error| AgentError::io(format!("look at {}", path.display()), error))
+}
+
+fn enter(pid: u32, kind: &str, flag: CloneFlags) -> Result<()> {
+    let path = namespace_path(pid, kind);
+    let failed = |error: io::Error| AgentError::io(format!("enter {}", path.display()), error);
+    let namespace = File::open(&path).map_err(failed)?;
+    setns(namespace, flag).map_err(|error| failed(error.into()))
+}
+
+fn write_files(request: &RenewRequest, init_pid: u32, root: Option<&Path>) -> Result<()> {
+    let seen_path = Path::new("/proc").join(init_pid.to_string()).join("root");
+    let seen = InRoot::open(&seen_path)?;
+    // A read-only root is writable where the agent mounted it.
+    let ours = InRoot::open(root.unwrap_or(&seen_path))?;
+    if ours.is_file(Path::new(MACHINE_ID)) {
+        ours.write(Path::new(MACHINE_ID), format!("{}\n", request.machine_id).as_bytes(), 0o444)?;
+    }
+    match seen.write(Path::new(FORK_JSON), &request.fork_json, 0o644) {
+        Err(AgentError::Io { source, .. }) if source.raw_os_error() == Some(libc::EROFS) => {
+            ours.write(Path::new(FORK_JSON), &request.fork_json, 0o644)
+        }
+        result => result,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> RenewRequest {
+        RenewRequest {
+            entropy: vec![7; 32],
+            realtime_ns: 1,
+            hostname: "w7".into(),
+            machine_id: "0123456789abcdef0123456789abcdef".into(),
+            boot_id: "01234567-89ab-cdef-0123-456789abcdef".into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_whole_request_is_accepted() {
+        check(&request()).expect("all is there");
+    }
+
+    #[test]
+    fn each_missing_or_bad_part_is_refused() {
+        let spoil: [fn(&mut RenewRequest); 8] = [
+            |r| r.entropy.truncate(31),
+            |r| r.entropy.resize(5000, 0),
+            |r| r.realtime_ns = 0,
+            |r| r.hostname = "x".repeat(65),
+            |r| r.machine_id.clear(),
+            |r| r.machine_id = "0123456789ABCDEF0123456789ABCDEF".into(),
+            |r| r.boot_id = "01234567-89ab-cdef-0123-456789abcdeg".into(),
+            |r| r.fork_json.resize(MAX_FORK_JSON + 1, b' '),
+        ];
+        for (index, spoil) in spoil.into_iter().enumerate() {
+            let mut request = request();
+            spoil(&mut request);
+            assert!(matches!(check(&request), Err(AgentError::Invalid(_))), "part {index}");
+        }
+    }
+
+    #[test]
+    fn namespaces_have_ids() {
+        let own = std::process::id();
+        assert_eq!(namespace_id(own, "net").expect("our own"), namespace_id(own, "net").expect("our own"));
+        assert!(namespace_id(own, "nosuch").is_err());
+    }
+}
