@@ -12,6 +12,8 @@
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::channel::{Channel, ChannelError, Received};
+
 /// The descriptor of the control socket in `ramet-vmm`.
 pub const CONTROL_FD: i32 = 3;
 

@@ -1,4 +1,25 @@
 //! One KVM microVM per process. Knows KVM, memory and virtio; has never heard of containerd, pods or ttrpc.
+//!
+//! | module | what it does |
+//! |---|---|
+//! | [`control`], [`service`] | the protocol with the shim, and the loop that serves it |
+//! | [`vm`], [`vcpu`], [`platform`], [`memory`] | one machine: its vCPUs, ports, devices and memory |
+//! | [`boot`], [`acpi`], [`layout`] | a Linux kernel's view of it at the start |
+//! | [`state`], [`save`] | the saved machine |
+//! | [`devices`] | virtio |
 
+pub mod acpi;
+pub mod boot;
+mod channel;
 pub mod control;
 pub mod devices;
+pub mod layout;
+pub mod memory;
+pub mod platform;
+pub mod save;
+pub mod service;
+pub mod state;
+#[expect(unsafe_code, reason = "system calls that no library wraps")]
+mod sys;
+pub mod vcpu;
+pub mod vm;

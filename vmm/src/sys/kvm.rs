@@ -1,0 +1,35 @@
+//! KVM calls whose safety depends on how guest memory is kept.
+
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::VmFd;
+
+/// Gives the guest a range of memory. The mapping must live as long as the VM: the caller keeps both in one struct and never unmaps.
+pub(crate) fn set_memory_region(
+    vm: &VmFd,
+    slot: u32,
+    guest: u64,
+    bytes: u64,
+    host: u64,
+) -> Result<(), kvm_ioctls::Error> {
+    let region = kvm_userspace_memory_region {
+        slot,
+        guest_phys_addr: guest,
+        memory_size: bytes,
+        userspace_addr: host,
+        flags: 0,
+    };
+    // SAFETY: the range is a mapping that holds nothing but guest memory and that outlives the VM, see above.
+    unsafe { vm.set_user_memory_region(region) }
+}
+
+/// Random bytes from the kernel.
+pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    // SAFETY: writes at most N bytes to an array of N bytes.
+    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
+    if usize::try_from(count) == Ok(N) {
+        Ok(bytes)
+    } else {
+        Err(std::io::Error::last_os_error())
+    }
+}

@@ -1,0 +1,42 @@
+//! Puts pieces of files into a mapping that `vm-memory` owns.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use vm_memory::MmapRegion;
+
+/// Replaces `bytes` at `offset` of the region by a private mapping of the file from `file_offset`. All are multiples of the page size.
+///
+/// # Errors
+/// When the range does not lie in the region or the kernel refuses.
+pub(crate) fn map_private(
+    region: &MmapRegion<()>,
+    offset: usize,
+    bytes: usize,
+    file: BorrowedFd<'_>,
+    file_offset: u64,
+) -> io::Result<()> {
+    let end = offset.checked_add(bytes).ok_or(io::ErrorKind::InvalidInput)?;
+    if end > region.size() || bytes == 0 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let file_offset = libc::off_t::try_from(file_offset).map_err(io::Error::other)?;
+    let at = region.as_ptr().wrapping_add(offset);
+    // SAFETY: the range lies within a mapping that this process owns and that holds guest memory only, which no Rust reference
+    // points into; MAP_FIXED replaces exactly this range, and the region's own munmap covers it later.
+    let mapped = unsafe {
+        libc::mmap(
+            at.cast(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE,
+            file.as_raw_fd(),
+            file_offset,
+        )
+    };
+    if mapped == libc::MAP_FAILED {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
+}

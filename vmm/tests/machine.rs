@@ -1,0 +1,279 @@
+//! Tiny guests on this machine's KVM: run, pause, save, restore, fork.
+
+mod common;
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use checkpoint::memory::{MemoryIndex, PAGE_SIZE};
+use common::{Checkpoint, POWER_OFF, TICKER, TRIPLE_FAULT, Vmm, assert_consecutive, more_lines, text, ticks};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use vmm::control::{ExitReason, Reply, Request, SaveRequest, VmStats};
+
+const MEMORY: u64 = 64 << 20;
+
+fn spawn() -> Result<Vmm> {
+    Vmm::spawn(Path::new(env!("CARGO_BIN_EXE_ramet-vmm")))
+}
+
+/// A ticker that has printed a few lines.
+fn running_ticker(console: &File) -> Result<Vmm> {
+    let vmm = spawn()?;
+    vmm.boot_tiny(&TICKER, 1, MEMORY, console)?;
+    more_lines(console, 3)?;
+    Ok(vmm)
+}
+
+/// A checkpoint of a ticker, and what it had printed until then.
+fn saved_ticker(vcpus: u8) -> Result<(Checkpoint, String)> {
+    let console = tempfile::tempfile()?;
+    let vmm = spawn()?;
+    vmm.boot_tiny(&TICKER, vcpus, MEMORY, &console)?;
+    more_lines(&console, 3)?;
+    let files = Checkpoint::new(1)?;
+    let report = vmm.save(&files, false)?;
+    assert!(!report.incremental);
+    assert!(report.memory_bytes > 256 * PAGE_SIZE && report.memory_bytes < MEMORY / 2, "{report:?}");
+    Ok((files, text(&console)))
+}
+
+fn stats(vmm: &Vmm) -> Result<VmStats> {
+    match vmm.must(&Request::Stats, &[])? {
+        Reply::Stats(stats) => Ok(stats),
+        other => bail!("unexpected reply {other:?}"),
+    }
+}
+
+#[test]
+fn power_off_is_an_exit_with_all_its_output() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let mut vmm = spawn()?;
+    vmm.boot_tiny(&POWER_OFF, 1, MEMORY, &console)?;
+    assert_eq!(vmm.wait_exit()?, ExitReason::PowerOff);
+    assert_eq!(text(&console), "hi");
+    Ok(())
+}
+
+#[test]
+fn a_triple_fault_is_reported_as_one() -> Result<()> {
+    let mut vmm = spawn()?;
+    vmm.boot_tiny(&TRIPLE_FAULT, 1, MEMORY, &tempfile::tempfile()?)?;
+    assert_eq!(vmm.wait_exit()?, ExitReason::TripleFault);
+    Ok(())
+}
+
+#[test]
+fn exits_are_counted_and_a_paused_machine_stands_still() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let vmm = running_ticker(&console)?;
+    vmm.must(&Request::Pause, &[])?;
+    let first = stats(&vmm)?;
+    assert!(first.exits["port_out"] > 18 && first.exits["mmio_read"] > 3, "{first:?}");
+    assert!(first.private_memory_bytes > 256 * PAGE_SIZE, "{first:?}");
+    assert_eq!(stats(&vmm)?.exits, first.exits);
+    vmm.must(&Request::Resume, &[])?;
+    assert_consecutive(&more_lines(&console, 3)?);
+    Ok(())
+}
+
+#[test]
+fn stop_and_a_closed_socket_end_the_process() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let mut vmm = running_ticker(&console)?;
+    vmm.must(&Request::Stop, &[])?;
+    assert_eq!(vmm.wait_exit()?, ExitReason::Stopped);
+
+    let mut orphan = running_ticker(&console)?;
+    orphan.channel = vmm::control::Channel::pair()?.0;
+    orphan.wait_process()?;
+    Ok(())
+}
+
+#[test]
+fn requests_out_of_order_are_refused() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let vmm = spawn()?;
+    assert!(vmm.refused(&Request::Resume, &[])?.0.contains("no machine"));
+    assert!(vmm.refused(&Request::FinishSave, &[])?.0.contains("no save"));
+    vmm.boot_tiny(&TICKER, 1, MEMORY, &console)?;
+    let again = vmm.boot_tiny(&TICKER, 1, MEMORY, &console);
+    assert!(again.is_err_and(|error| error.to_string().contains("a machine already")));
+    let (message, fatal) = vmm.refused(&Request::Connect { port: 1, stream: 0 }, &[tempfile::tempfile()?.into()])?;
+    assert!(message.contains("no vsock") && !fatal);
+    more_lines(&console, 2)?;
+    Ok(())
+}
+
+#[test]
+fn a_saved_machine_goes_on_where_it_was() -> Result<()> {
+    for vcpus in [1, 2] {
+        let (files, before) = saved_ticker(vcpus)?;
+        let console = tempfile::tempfile()?;
+        let vmm = spawn()?;
+        vmm.restore(&files, &[], &console)?;
+        let after = more_lines(&console, 20)?;
+        assert_consecutive(&(before + &after));
+    }
+    Ok(())
+}
+
+#[test]
+fn the_parent_runs_on_during_and_after_a_save() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let vmm = running_ticker(&console)?;
+    for number in 1..4 {
+        vmm.save(&Checkpoint::new(number)?, true)?;
+        more_lines(&console, 2)?;
+    }
+    assert_consecutive(&text(&console));
+    Ok(())
+}
+
+#[test]
+fn eight_forks_diverge_and_leave_the_checkpoint_alone() -> Result<()> {
+    let (files, before) = saved_ticker(1)?;
+    let memory = std::fs::read(files.path("memory"))?;
+    let mut forks = Vec::new();
+    for _ in 0..8 {
+        let console = tempfile::tempfile()?;
+        let vmm = spawn()?;
+        vmm.restore(&files, &[], &console)?;
+        forks.push((vmm, console));
+    }
+    let mut generations = std::collections::BTreeSet::from([ticks(&before)[0].1]);
+    for (vmm, console) in &forks {
+        let after = more_lines(console, 5)?;
+        let whole = before.clone() + &after;
+        assert_consecutive(&whole);
+        generations.insert(ticks(&whole).last().map_or(0, |tick| tick.1));
+        let own = stats(vmm)?.private_memory_bytes;
+        assert!(own > 0 && own < MEMORY / 4, "{own}");
+    }
+    assert_eq!(generations.len(), 9, "every fork has a generation id of its own");
+    assert!(memory == std::fs::read(files.path("memory"))?, "the memory file changed");
+    Ok(())
+}
+
+#[test]
+fn a_fork_of_a_fork_stores_only_its_own_pages() -> Result<()> {
+    let (grandparent, mut history) = saved_ticker(1)?;
+    let console = tempfile::tempfile()?;
+    let vmm = spawn()?;
+    vmm.restore(&grandparent, &[], &console)?;
+    more_lines(&console, 3)?;
+    let parent = Checkpoint::new(2)?;
+    let report = vmm.save(&parent, false)?;
+    assert!(report.incremental);
+    history += &text(&console);
+    let index = MemoryIndex::read_from(File::open(parent.path("memory.index"))?)?;
+    assert_eq!(index.sources.len(), 2);
+    assert_eq!(index.sources[1].checkpoint.as_ref().map(|id| id.as_str()), Some(grandparent.id.as_str()));
+    drop(vmm);
+
+    let console = tempfile::tempfile()?;
+    let vmm = spawn()?;
+    vmm.restore(&parent, &[&grandparent], &console)?;
+    more_lines(&console, 5)?;
+    assert_consecutive(&(history + &text(&console)));
+    Ok(())
+}
+
+#[test]
+fn damaged_checkpoints_are_refused_by_name() -> Result<()> {
+    let (files, _) = saved_ticker(1)?;
+    let good = std::fs::read(files.path("state"))?;
+    let with_byte = |at: usize, value: u8| {
+        let mut bytes = good.clone();
+        bytes[at] = value;
+        bytes
+    };
+    let cases: [(&str, Vec<u8>, &str); 5] = [
+        ("state", good[..good.len() / 2].to_vec(), "its header needs"),
+        ("state", with_byte(good.len() / 2, b'~'), "checksum"),
+        ("state", with_byte(8, 99), "version 99"),
+        ("state", with_byte(0, b'X'), "RAMETVMS"),
+        ("memory", vec![0; 4096], "memory file"),
+    ];
+    for (name, bytes, reason) in cases {
+        let path = files.path(name);
+        let original = std::fs::read(&path)?;
+        std::fs::write(&path, bytes)?;
+        let vmm = spawn()?;
+        let (request, fds) = Vmm::restore_request(&files, &[], &tempfile::tempfile()?)?;
+        let (message, fatal) = vmm.refused(&request, &fds)?;
+        assert!(message.contains(reason) && fatal, "{message:?} for {reason:?}");
+        std::fs::write(&path, original)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_save_that_cannot_be_written_leaves_the_machine_running() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let vmm = running_ticker(&console)?;
+    let request = || Request::Save(SaveRequest { state: 0, memory: 1, memory_index: 2, seal: Vec::new(), resume: true });
+    let new = || -> Result<OwnedFd> { Ok(tempfile::tempfile()?.into()) };
+
+    // Sizing the file works, writing to it does not: the child fails.
+    let sealed = memfd_create(c"sealed", MFdFlags::MFD_ALLOW_SEALING)?;
+    fcntl(&sealed, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE))?;
+    vmm.must(&request(), &[new()?, sealed, new()?])?;
+    let (message, fatal) = vmm.refused(&Request::FinishSave, &[])?;
+    assert!(message.contains("write guest memory") && !fatal, "{message}");
+    more_lines(&console, 2)?;
+
+    let read_only: OwnedFd = File::open("/proc/self/exe")?.into();
+    let (message, fatal) = vmm.refused(&request(), &[new()?, read_only, new()?])?;
+    assert!(message.contains("memory file") && !fatal, "{message}");
+    more_lines(&console, 2)?;
+
+    vmm.save(&Checkpoint::new(9)?, true)?;
+    assert_consecutive(&more_lines(&console, 2)?);
+    Ok(())
+}
+
+#[test]
+fn a_second_save_during_the_first_is_refused() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let vmm = running_ticker(&console)?;
+    let request = Request::Save(SaveRequest { state: 0, memory: 1, memory_index: 2, seal: Vec::new(), resume: true });
+    let files = Checkpoint::new(3)?;
+    vmm.must(&request, &files.targets()?)?;
+    match vmm.request(&request, &Checkpoint::new(4)?.targets()?)? {
+        Reply::Refused { message, fatal } => assert!(message.contains("under way") && !fatal, "{message}"),
+        // The first one had ended already.
+        Reply::Saving { .. } => {}
+        other => bail!("unexpected reply {other:?}"),
+    }
+    vmm.must(&Request::FinishSave, &[])?;
+    Ok(())
+}
+
+#[test]
+fn the_control_socket_survives_garbage_by_ending() -> Result<()> {
+    let mut vmm = spawn()?;
+    nix::sys::socket::send(vmm.channel.as_raw_fd(), b"{]", nix::sys::socket::MsgFlags::empty())?;
+    let status = vmm.wait_process()?;
+    assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, code) if code != 0), "{status:?}");
+    Ok(())
+}
+
+#[test]
+fn an_index_that_reaches_beyond_its_file_is_refused() -> Result<()> {
+    let (files, _) = saved_ticker(1)?;
+    let length = std::fs::metadata(files.path("memory"))?.len();
+    let shorter = File::options().write(true).open(files.path("memory"))?;
+    shorter.set_len(length - PAGE_SIZE)?;
+    shorter.write_all_at(&[1], 0)?;
+    (&shorter).flush()?;
+    let vmm = spawn()?;
+    let (request, fds) = Vmm::restore_request(&files, &[], &tempfile::tempfile()?)?;
+    let (message, _) = vmm.refused(&request, &fds)?;
+    assert!(message.contains("memory file 0"), "{message}");
+    Ok(())
+}
