@@ -17,8 +17,13 @@ fn kill_9(pid: u32) -> Result<()> {
 fn new_process(name: &str, before: &[u32]) -> Result<u32> {
     let is_new = |process: &&leftovers::Process| name.starts_with(&process.command) && !before.contains(&process.pid);
     let all = leftovers::processes();
-    let found = all.iter().filter(|process| process.state != 'Z' && process.command.len() > 3).find(is_new);
-    found.map(|process| process.pid).with_context(|| format!("no new process {name}"))
+    let found = all
+        .iter()
+        .filter(|process| process.state != 'Z' && process.command.len() > 3)
+        .find(is_new);
+    found
+        .map(|process| process.pid)
+        .with_context(|| format!("no new process {name}"))
 }
 
 fn pids() -> Vec<u32> {
@@ -29,7 +34,9 @@ fn pids() -> Vec<u32> {
 fn when_the_vmm_is_killed_the_task_has_exited_with_137() -> Result<()> {
     let node = Node::shared();
     let before = pids();
-    let (mut session, container) = node.run(Runtime::Ramet, BUSYBOX, &["sh", "-c", "echo up; sleep 1000"]).session()?;
+    let (mut session, container) = node
+        .run(Runtime::Ramet, BUSYBOX, &["sh", "-c", "echo up; sleep 1000"])
+        .session()?;
     session.line(ANSWER)?;
     kill_9(new_process(e2e::node::VMM, &before)?)?;
     ensure!(session.wait(ANSWER)? == 137);
@@ -42,8 +49,13 @@ fn when_the_shim_is_killed_the_vm_ends_and_the_container_can_be_removed() -> Res
     let before = pids();
     let container = node.run(Runtime::Ramet, BUSYBOX, &["sleep", "1000"]).detach()?;
     kill_9(new_process(e2e::node::SHIM, &before)?)?;
-    ensure!(e2e::wait_until(ANSWER, || new_process(e2e::node::VMM, &before).is_err()), "the VMM outlives its shim");
-    ensure!(e2e::wait_until(ANSWER, || node.task_status(container.id()).is_ok_and(|status| status.as_deref() != Some("RUNNING"))));
+    ensure!(
+        e2e::wait_until(ANSWER, || new_process(e2e::node::VMM, &before).is_err()),
+        "the VMM outlives its shim"
+    );
+    ensure!(e2e::wait_until(ANSWER, || node
+        .task_status(container.id())
+        .is_ok_and(|status| status.as_deref() != Some("RUNNING"))));
     container.remove()?;
     node.run(Runtime::Ramet, BUSYBOX, &["true"]).succeed().map(drop)
 }
@@ -53,7 +65,9 @@ fn when_containerd_is_killed_the_task_runs_on_and_is_found_again() -> Result<()>
     let directory = tempfile::tempdir_in("/var/lib")?;
     let mut node = PrivateNode::start(&directory.path().join("node"))?;
     node.import(&Archive::Busybox)?;
-    let container = node.sh(Runtime::Ramet, "echo kept > /tmp/file; exec sleep 1000").detach()?;
+    let container = node
+        .sh(Runtime::Ramet, "echo kept > /tmp/file; exec sleep 1000")
+        .detach()?;
     let pid = node.task_pid(container.id())?;
     node.stop_containerd(Signal::SIGKILL)?;
     node.start_containerd()?;
@@ -62,7 +76,7 @@ fn when_containerd_is_killed_the_task_runs_on_and_is_found_again() -> Result<()>
     ensure!(container.exec(&["cat", "/tmp/file"]).succeed()?.out() == "kept\n");
     container.kill("SIGKILL")?;
     container.wait_for("STOPPED")?;
-    ensure!(container.delete_task()?.code == 137);
+    ensure!(container.delete_task()? == 137);
     container.remove()
 }
 
@@ -76,7 +90,9 @@ fn a_vmm_killed_in_the_middle_of_a_checkpoint_leaves_no_half_image() -> Result<(
     let checkpoint = node.ramet(["checkpoint", container.id(), &image]);
     let made = std::thread::spawn(move || checkpoint.finish());
     // The save forks a dumper: a second VMM process means that it is under way.
-    e2e::wait_until(ANSWER, || leftovers::vmms().iter().filter(|pid| !before.contains(pid)).count() > 1 || made.is_finished());
+    e2e::wait_until(ANSWER, || {
+        leftovers::vmms().iter().filter(|pid| !before.contains(pid)).count() > 1 || made.is_finished()
+    });
     kill_9(vmm)?;
     let made = made.join().map_err(|_| anyhow::anyhow!("the checkpoint panicked"))??;
     let images = node.ctr(["images", "ls", "-q"]).succeed()?.out();

@@ -25,9 +25,16 @@ fn it_is_exported_imported_into_an_empty_store_and_forked_there() -> Result<()> 
     let archive = directory.path().join("image.tar");
     let name = exported(&archive)?;
     let other = PrivateNode::start(&directory.path().join("node"))?;
-    other.ctr(["images", "import", "--snapshotter", "ramet"]).arg(&archive).succeed()?;
+    other
+        .ctr(["images", "import", "--snapshotter", "ramet"])
+        .arg(&archive)
+        .succeed()?;
     for word in ["over", "there"] {
-        let fork = other.run(Runtime::Ramet, &name, &[]).stdin(format!("{word}\n")).finish()?.expect_code(9)?;
+        let fork = other
+            .run(Runtime::Ramet, &name, &[])
+            .stdin(format!("{word}\n"))
+            .finish()?
+            .expect_code(9)?;
         ensure!(fork.out() == format!("2 {word}\n"), "{:?} {:?}", fork.out(), fork.err());
     }
     Ok(())
@@ -40,9 +47,16 @@ fn a_damaged_checkpoint_is_refused_before_anything_starts() -> Result<()> {
     let name = exported(&archive)?;
     let other = PrivateNode::start(&directory.path().join("node"))?;
     other.import(&Archive::Busybox)?;
-    other.ctr(["images", "import", "--snapshotter", "ramet"]).arg(&archive).succeed()?;
+    other
+        .ctr(["images", "import", "--snapshotter", "ramet"])
+        .arg(&archive)
+        .succeed()?;
     // Unpacks it, so that there is a checkpoint directory to damage.
-    other.run(Runtime::Ramet, &name, &[]).stdin("x\n").finish()?.expect_code(9)?;
+    other
+        .run(Runtime::Ramet, &name, &[])
+        .stdin("x\n")
+        .finish()?
+        .expect_code(9)?;
     let checkpoint = checkpoint_directory(other.snapshotter_root())?;
     for (file, damage) in [
         ("manifest.json", Damage::Replace("\"format\":1", "\"format\":999")),
@@ -59,13 +73,29 @@ fn a_damaged_checkpoint_is_refused_before_anything_starts() -> Result<()> {
         fs::write(&path, damage.done_to(&good)).with_context(|| format!("damaging {}", path.display()))?;
         let refused = other.run(Runtime::Ramet, &name, &[]).stdin("x\n").finish()?;
         fs::write(&path, &good)?;
-        ensure!(refused.code != 0 && refused.code != 9, "{file} {damage:?}: ended with {}", refused.code);
-        ensure!(refused.stdout.is_empty(), "{file} {damage:?}: something ran: {}", refused.out());
-        ensure!(refused.err().contains("checkpoint"), "{file} {damage:?}: {}", refused.err());
+        ensure!(
+            refused.code != 0 && refused.code != 9,
+            "{file} {damage:?}: ended with {}",
+            refused.code
+        );
+        ensure!(
+            refused.stdout.is_empty(),
+            "{file} {damage:?}: something ran: {}",
+            refused.out()
+        );
+        ensure!(
+            refused.err().contains("checkpoint"),
+            "{file} {damage:?}: {}",
+            refused.err()
+        );
         let gone = e2e::wait_until(crate::support::ANSWER, || leftovers::vmms().is_empty());
         ensure!(gone, "{file} {damage:?}: a VMM is left");
     }
-    other.run(Runtime::Ramet, &name, &[]).stdin("x\n").finish()?.expect_code(9)?;
+    other
+        .run(Runtime::Ramet, &name, &[])
+        .stdin("x\n")
+        .finish()?
+        .expect_code(9)?;
     Ok(())
 }
 

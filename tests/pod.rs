@@ -64,8 +64,8 @@ with_each_runtime! {
         ensure!(metrics.out().contains("memory"), "{}", metrics.out());
         container.kill("SIGTERM")?;
         container.wait_for("STOPPED")?;
-        let deleted = container.delete_task()?;
-        ensure!(deleted.code == 43, "deleting the task said {} {}", deleted.code, deleted.err());
+        let code = container.delete_task()?;
+        ensure!(code == 43, "{code}");
         container.remove()
     }
 
@@ -73,8 +73,8 @@ with_each_runtime! {
         let container = Node::shared().run(runtime, BUSYBOX, &["sleep", "1000"]).detach()?;
         container.kill("SIGKILL")?;
         container.wait_for("STOPPED")?;
-        let deleted = container.delete_task()?;
-        ensure!(deleted.code == 137, "deleting the task said {} {}", deleted.code, deleted.err());
+        let code = container.delete_task()?;
+        ensure!(code == 137, "{code}");
         container.remove()
     }
 
@@ -94,12 +94,16 @@ with_each_runtime! {
 
 #[test]
 fn the_kernel_is_the_guests() -> Result<()> {
-    let kernel = |runtime| -> Result<String> { Ok(Node::shared().run(runtime, BUSYBOX, &["uname", "-r"]).succeed()?.out()) };
+    let kernel =
+        |runtime| -> Result<String> { Ok(Node::shared().run(runtime, BUSYBOX, &["uname", "-r"]).succeed()?.out()) };
     let host = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
     ensure!(kernel(Runtime::Runc)? == host);
     let script = "cat /proc/cmdline; cat /proc/sys/kernel/random/boot_id";
     let theirs = Node::shared().sh(Runtime::Ramet, script).succeed()?.out();
-    ensure!(!theirs.contains(std::fs::read_to_string("/proc/cmdline")?.trim()), "the host's command line: {theirs}");
+    ensure!(
+        !theirs.contains(std::fs::read_to_string("/proc/cmdline")?.trim()),
+        "the host's command line: {theirs}"
+    );
     ensure!(!theirs.contains(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim()));
     Ok(())
 }
@@ -108,15 +112,25 @@ fn the_kernel_is_the_guests() -> Result<()> {
 fn python_computes() -> Result<()> {
     let node = Node::shared();
     node.import(&Archive::Python)?;
-    let done = node.run(Runtime::Ramet, PYTHON, &["python3", "-c", "print(6*7)"]).succeed()?;
-    ensure!(done.out() == "42\n" && done.err().is_empty(), "stdout {:?}, stderr {:?}", done.out(), done.err());
+    let done = node
+        .run(Runtime::Ramet, PYTHON, &["python3", "-c", "print(6*7)"])
+        .succeed()?;
+    ensure!(
+        done.out() == "42\n" && done.err().is_empty(),
+        "stdout {:?}, stderr {:?}",
+        done.out(),
+        done.err()
+    );
     Ok(())
 }
 
 #[test]
 fn our_shim_runs_on_overlayfs_too() -> Result<()> {
-    let script = "cat /layered/replaced; test ! -e /layered/removed; echo written > /layered/replaced; cat /layered/replaced";
-    let done = Node::shared().run(Runtime::RametOnOverlayfs, LAYERS, &["sh", "-c", script]).succeed()?;
+    let script =
+        "cat /layered/replaced; test ! -e /layered/removed; echo written > /layered/replaced; cat /layered/replaced";
+    let done = Node::shared()
+        .run(Runtime::RametOnOverlayfs, LAYERS, &["sh", "-c", script])
+        .succeed()?;
     ensure!(done.out() == "upper\nwritten\n", "{:?}", done.out());
     Ok(())
 }

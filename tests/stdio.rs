@@ -1,15 +1,20 @@
 //! Standard streams.
 
-use anyhow::ensure;
-use e2e::Node;
+use anyhow::{Result, ensure};
 use e2e::images::BUSYBOX;
+use e2e::{Node, Runtime};
 
 use crate::support::ANSWER;
 
 with_each_runtime! {
     fn stdin_is_read_to_its_end_and_stderr_stays_apart(runtime) {
-        let done = Node::shared().sh(runtime, "cat; echo problem >&2; echo end").stdin("one\ntwo\n").succeed()?;
-        ensure!(done.out() == "one\ntwo\nend\n" && done.err() == "problem\n", "{:?} {:?}", done.out(), done.err());
+        let (mut session, container) = Node::shared().sh(runtime, "cat; echo problem >&2; echo end").session()?;
+        session.send("one")?;
+        ensure!(session.line(ANSWER)? == "one");
+        session.close_stdin();
+        let rest = session.rest(ANSWER)?;
+        ensure!(session.wait(ANSWER)? == 0 && rest == "end\n" && session.stderr() == "problem\n", "{rest:?} {:?}", session.stderr());
+        container.is_gone();
         Ok(())
     }
 
@@ -44,7 +49,19 @@ with_each_runtime! {
         // The command that started it is gone; less than a pipe's worth is printed.
         let container = Node::shared().sh(runtime, "seq 1 1000; exit 12").detach()?;
         container.wait_for("STOPPED")?;
-        ensure!(container.delete_task()?.code == 12);
+        ensure!(container.delete_task()? == 12);
         container.remove()
     }
+}
+
+/// `ctr` does not tell a shim of an end of stdin that came before the task was there (with runc's shim such a task waits for ever):
+/// ours sees that the other end was closed.
+#[test]
+fn a_stdin_that_ends_at_once_ends_in_the_container_too() -> Result<()> {
+    let done = Node::shared()
+        .run(Runtime::Ramet, BUSYBOX, &["cat"])
+        .stdin("hi\n")
+        .succeed()?;
+    ensure!(done.out() == "hi\n", "{:?}", done.out());
+    Ok(())
 }

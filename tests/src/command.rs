@@ -138,10 +138,18 @@ impl Invocation {
         // A process that outlives the command may hold the pipes open; what arrived by then is what it printed.
         let rest = Duration::from_secs(20);
         let collect = |stream: mpsc::Receiver<Vec<u8>>, name: &str| {
-            stream.recv_timeout(rest).with_context(|| format!("{} ended, but its {name} stays open", self.describe()))
+            stream
+                .recv_timeout(rest)
+                .with_context(|| format!("{} ended, but its {name} stays open", self.describe()))
         };
         let (stdout, stderr) = (collect(stdout, "stdout")?, collect(stderr, "stderr")?);
-        Ok(Finished { what: self.describe(), code: code(status), stdout, stderr, took })
+        Ok(Finished {
+            what: self.describe(),
+            code: code(status),
+            stdout,
+            stderr,
+            took,
+        })
     }
 
     /// Runs it to its end; an exit code other than 0 is an error with what it printed.
@@ -173,7 +181,11 @@ impl Finished {
     pub fn expect_code(self, code: i32) -> Result<Self> {
         if self.code != code {
             let (out, err) = (tail(&self.out()), tail(&self.err()));
-            bail!("{} ended with {} instead of {code}\nstdout: {out}\nstderr: {err}", self.what, self.code);
+            bail!(
+                "{} ended with {} instead of {code}\nstdout: {out}\nstderr: {err}",
+                self.what,
+                self.code
+            );
         }
         Ok(self)
     }
@@ -222,14 +234,23 @@ mod tests {
 
     #[test]
     fn a_command_returns_code_and_both_streams() {
-        let done = Invocation::new("sh").args(["-c", "cat; echo err >&2; exit 3"]).stdin("in").finish().unwrap();
-        assert_eq!((done.code, done.out().as_str(), done.err().as_str()), (3, "in", "err\n"));
+        let done = Invocation::new("sh")
+            .args(["-c", "cat; echo err >&2; exit 3"])
+            .stdin("in")
+            .finish()
+            .unwrap();
+        assert_eq!(
+            (done.code, done.out().as_str(), done.err().as_str()),
+            (3, "in", "err\n")
+        );
         assert!(done.expect_code(0).unwrap_err().to_string().contains("ended with 3"));
     }
 
     #[test]
     fn a_hung_command_is_killed_with_its_children() {
-        let slow = Invocation::new("sh").args(["-c", "echo begun; sleep 1000 & wait"]).deadline(Duration::from_millis(300));
+        let slow = Invocation::new("sh")
+            .args(["-c", "echo begun; sleep 1000 & wait"])
+            .deadline(Duration::from_millis(300));
         let error = slow.finish().unwrap_err().to_string();
         assert!(error.contains("did not end") && error.contains("begun"), "{error}");
     }

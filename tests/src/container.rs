@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::command::{Finished, Invocation};
 use crate::node::{Node, Runtime};
@@ -14,7 +14,11 @@ use crate::wait_until;
 #[must_use]
 pub fn fresh_id(prefix: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(1);
-    format!("{prefix}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+    format!(
+        "{prefix}-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    )
 }
 
 /// A `ctr run` being put together.
@@ -84,7 +88,14 @@ impl Run {
 
     fn invocation(&self, extra: &str) -> Invocation {
         self.node
-            .ctr(["run", extra, "--runtime", self.runtime.name(), "--snapshotter", self.runtime.snapshotter()])
+            .ctr([
+                "run",
+                extra,
+                "--runtime",
+                self.runtime.name(),
+                "--snapshotter",
+                self.runtime.snapshotter(),
+            ])
             .args(&self.flags)
             .args([&self.image, &self.id])
             .args(&self.command)
@@ -93,7 +104,11 @@ impl Run {
     }
 
     fn guard(&self) -> Container {
-        Container { node: self.node.clone(), id: self.id.clone(), removed: false }
+        Container {
+            node: self.node.clone(),
+            id: self.id.clone(),
+            removed: false,
+        }
     }
 
     /// Runs it in the foreground and removes it (`--rm`), whatever its exit code.
@@ -148,7 +163,9 @@ impl Container {
     /// Runs a command in it.
     #[must_use]
     pub fn exec(&self, command: &[&str]) -> Invocation {
-        self.node.ctr(["tasks", "exec", "--exec-id", &fresh_id("x"), &self.id]).args(command.iter().copied())
+        self.node
+            .ctr(["tasks", "exec", "--exec-id", &fresh_id("x"), &self.id])
+            .args(command.iter().copied())
     }
 
     /// Sends a signal to its init process.
@@ -168,9 +185,17 @@ impl Container {
         bail!("task {} is {last} instead of {status}", self.id)
     }
 
-    /// Deletes its stopped task; what `ctr tasks rm` says and its code, which is the task's own.
-    pub fn delete_task(&self) -> Result<Finished> {
-        self.node.ctr(["tasks", "rm", &self.id]).finish()
+    /// Deletes its stopped task and returns the exit code that it had.
+    pub fn delete_task(&self) -> Result<i32> {
+        let done = self.node.ctr(["tasks", "rm", &self.id]).succeed()?;
+        // ctr says it in a warning, and only if it is not 0.
+        let said = done.err();
+        let code: Option<String> = said
+            .split_once("exit code ")
+            .map(|(_, rest)| rest.chars().take_while(char::is_ascii_digit).collect());
+        code.map_or(Ok(0), |code| {
+            code.parse().with_context(|| format!("no exit code in {said:?}"))
+        })
     }
 
     /// Kills and removes it; an error if that does not work.

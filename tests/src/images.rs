@@ -43,7 +43,10 @@ pub fn find(archive: &Archive) -> Result<PathBuf> {
     let directory = std::env::var_os("RAMET_LAB_IMAGES").map_or_else(|| PathBuf::from("target/images"), PathBuf::from);
     let file = directory.join(archive.file_name());
     if !file.exists() {
-        bail!("{} does not exist; `cargo xtask oci-images` makes it, RAMET_LAB_IMAGES says where it is", file.display());
+        bail!(
+            "{} does not exist; `cargo xtask oci-images` makes it, RAMET_LAB_IMAGES says where it is",
+            file.display()
+        );
     }
     Ok(file)
 }

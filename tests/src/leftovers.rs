@@ -26,7 +26,9 @@ impl Leftovers {
     pub fn settle(node: &Node, baseline: &Self) -> Vec<String> {
         let mut rest = Vec::new();
         // The cheap part first: containerd is asked only when processes and files are gone.
-        wait_until(Duration::from_secs(30), || Self::on_the_host().beyond(baseline).is_empty());
+        wait_until(Duration::from_secs(30), || {
+            Self::on_the_host().beyond(baseline).is_empty()
+        });
         wait_until(Duration::from_secs(20), || {
             rest = Self::take(node).beyond(baseline);
             rest.is_empty()
@@ -64,7 +66,9 @@ impl Leftovers {
 
     fn processes(&mut self) {
         for process in processes() {
-            let ours = ["ramet-vmm", "containerd-shim", "runc"].iter().any(|name| process.command.starts_with(name));
+            let ours = ["ramet-vmm", "containerd-shim", "runc"]
+                .iter()
+                .any(|name| process.command.starts_with(name));
             if ours && process.state != 'Z' {
                 self.note("process", format_args!("{} {}", process.pid, process.command));
             }
@@ -93,14 +97,21 @@ impl Leftovers {
             ("content", &["content", "ls"]),
             ("lease", &["leases", "ls"]),
             ("snapshot of ramet", &["snapshots", "--snapshotter", "ramet", "ls"]),
-            ("snapshot of overlayfs", &["snapshots", "--snapshotter", "overlayfs", "ls"]),
+            (
+                "snapshot of overlayfs",
+                &["snapshots", "--snapshotter", "overlayfs", "ls"],
+            ),
         ] {
             match node.column(arguments) {
                 Ok(names) => names.iter().for_each(|name| self.note(kind, name)),
                 Err(error) => self.note(kind, format_args!("cannot be listed: {error}")),
             }
         }
-        for entry in fs::read_dir(node.snapshotter_root().join("snapshots")).into_iter().flatten().flatten() {
+        for entry in fs::read_dir(node.snapshotter_root().join("snapshots"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
             self.note("snapshot directory", entry.path().display());
         }
     }
@@ -122,11 +133,19 @@ pub struct Process {
 pub fn processes() -> Vec<Process> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else {
+            continue;
+        };
         if let Some((command, rest)) = stat.split_once('(').and_then(|(_, rest)| rest.rsplit_once(')')) {
             let state = rest.trim_start().chars().next().unwrap_or('?');
-            found.push(Process { pid, command: command.to_owned(), state });
+            found.push(Process {
+                pid,
+                command: command.to_owned(),
+                state,
+            });
         }
     }
     found
@@ -136,7 +155,11 @@ pub fn processes() -> Vec<Process> {
 #[must_use]
 pub fn vmms() -> Vec<u32> {
     let is_vmm = |process: &Process| process.command == crate::node::VMM && process.state != 'Z';
-    processes().into_iter().filter(is_vmm).map(|process| process.pid).collect()
+    processes()
+        .into_iter()
+        .filter(is_vmm)
+        .map(|process| process.pid)
+        .collect()
 }
 
 fn files_below(directory: &Path) -> Vec<PathBuf> {

@@ -64,7 +64,11 @@ pub struct Node {
 impl Node {
     /// A node by its parts.
     pub fn new(address: impl Into<PathBuf>, namespace: &str, snapshotter_root: impl Into<PathBuf>) -> Self {
-        Self { address: address.into(), namespace: namespace.into(), snapshotter_root: snapshotter_root.into() }
+        Self {
+            address: address.into(),
+            namespace: namespace.into(),
+            snapshotter_root: snapshotter_root.into(),
+        }
     }
 
     /// The containerd that the lab has running, with the small images imported. The first call also notes what is there, for
@@ -72,8 +76,13 @@ impl Node {
     pub fn shared() -> &'static Self {
         static NODE: OnceLock<Node> = OnceLock::new();
         NODE.get_or_init(|| {
-            let node = Self::new("/run/containerd/containerd.sock", "default", "/var/lib/ramet-snapshotter");
-            node.import(&Archive::Busybox).unwrap_or_else(|error| panic!("preparing the shared node: {error:#}"));
+            let node = Self::new(
+                "/run/containerd/containerd.sock",
+                "default",
+                "/var/lib/ramet-snapshotter",
+            );
+            node.import(&Archive::Busybox)
+                .unwrap_or_else(|error| panic!("preparing the shared node: {error:#}"));
             let _ = BASELINE.set(Leftovers::take(&node));
             node
         })
@@ -81,7 +90,10 @@ impl Node {
 
     /// What is on the shared node that was not there at the start.
     pub fn leftovers(&self) -> Vec<String> {
-        BASELINE.get().map(|baseline| Leftovers::settle(self, baseline)).unwrap_or_default()
+        BASELINE
+            .get()
+            .map(|baseline| Leftovers::settle(self, baseline))
+            .unwrap_or_default()
     }
 
     /// containerd's socket.
@@ -99,12 +111,19 @@ impl Node {
     /// The same node in another containerd namespace.
     #[must_use]
     pub fn in_namespace(&self, namespace: &str) -> Self {
-        Self { namespace: namespace.into(), ..self.clone() }
+        Self {
+            namespace: namespace.into(),
+            ..self.clone()
+        }
     }
 
     /// A `ctr` command.
     pub fn ctr<I: IntoIterator<Item = S>, S: Into<std::ffi::OsString>>(&self, arguments: I) -> Invocation {
-        Invocation::new("ctr").arg("--address").arg(&self.address).args(["--namespace", &self.namespace]).args(arguments)
+        Invocation::new("ctr")
+            .arg("--address")
+            .arg(&self.address)
+            .args(["--namespace", &self.namespace])
+            .args(arguments)
     }
 
     /// A `ramet` command.
@@ -123,11 +142,18 @@ impl Node {
     /// Imports a test archive for our snapshotter unless its images are there.
     pub fn import(&self, archive: &Archive) -> Result<()> {
         let present = self.ctr(["images", "ls", "-q"]).succeed()?.out();
-        if archive.names().iter().all(|name| present.lines().any(|line| line == *name)) {
+        if archive
+            .names()
+            .iter()
+            .all(|name| present.lines().any(|line| line == *name))
+        {
             return Ok(());
         }
         let file = images::find(archive)?;
-        self.ctr(["images", "import", "--snapshotter", "ramet"]).arg(file).succeed().map(drop)
+        self.ctr(["images", "import", "--snapshotter", "ramet"])
+            .arg(file)
+            .succeed()
+            .map(drop)
     }
 
     /// Removes an image and waits until what it alone held is collected.
@@ -145,7 +171,10 @@ impl Node {
     /// State of a task (`RUNNING`, `STOPPED`, …); `None` when there is no such task.
     pub fn task_status(&self, id: &str) -> Result<Option<String>> {
         let table = self.ctr(["tasks", "ls"]).succeed()?;
-        let row = table.lines().into_iter().find(|line| line.split_whitespace().next() == Some(id));
+        let row = table
+            .lines()
+            .into_iter()
+            .find(|line| line.split_whitespace().next() == Some(id));
         Ok(row.and_then(|line| line.split_whitespace().nth(2).map(str::to_owned)))
     }
 
@@ -166,7 +195,10 @@ impl Node {
     /// Size of an image's blobs on this node, in bytes, from its manifest.
     pub fn manifest(&self, image: &str) -> Result<serde_json::Value> {
         let table = self.ctr(["images", "ls"]).succeed()?;
-        let row = table.lines().into_iter().find(|line| line.split_whitespace().next() == Some(image));
+        let row = table
+            .lines()
+            .into_iter()
+            .find(|line| line.split_whitespace().next() == Some(image));
         let row = row.with_context(|| format!("there is no image {image}"))?;
         let digest = row.split_whitespace().find(|word| word.starts_with("sha256:"));
         let digest = digest.with_context(|| format!("no digest in {row:?}"))?;

@@ -34,12 +34,20 @@ impl PrivateNode {
     /// Starts both daemons under `directory`, which is made, and must be short enough for socket paths.
     pub fn start(directory: &Path) -> Result<Self> {
         if directory.as_os_str().len() > 60 {
-            bail!("{} is too long a path for the sockets in it: at most 60 bytes", directory.display());
+            bail!(
+                "{} is too long a path for the sockets in it: at most 60 bytes",
+                directory.display()
+            );
         }
         fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
         fs::write(directory.join("containerd.toml"), containerd_config(directory))?;
         let node = Node::new(directory.join("c.sock"), "default", directory.join("snapshotter"));
-        let mut private = Self { node, directory: directory.into(), containerd: None, snapshotter: None };
+        let mut private = Self {
+            node,
+            directory: directory.into(),
+            containerd: None,
+            snapshotter: None,
+        };
         private.start_snapshotter()?;
         private.start_containerd()?;
         Ok(private)
@@ -51,7 +59,11 @@ impl PrivateNode {
         command.arg("--config").arg(self.directory.join("containerd.toml"));
         self.containerd = Some(self.daemon(command, "containerd.log")?);
         let ready = wait_until(crate::DEADLINE, || {
-            self.node.ctr(["version"]).deadline(Duration::from_secs(20)).finish().is_ok_and(|done| done.code == 0)
+            self.node
+                .ctr(["version"])
+                .deadline(Duration::from_secs(20))
+                .finish()
+                .is_ok_and(|done| done.code == 0)
         });
         self.check(ready, "containerd")
     }
@@ -86,13 +98,23 @@ impl PrivateNode {
     fn daemon(&self, mut command: Command, log: &str) -> Result<Child> {
         let path = self.directory.join(log);
         let file = File::options().create(true).append(true).open(&path)?;
-        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file).process_group(0);
-        command.spawn().with_context(|| format!("starting {}", command.get_program().to_string_lossy()))
+        command
+            .stdin(Stdio::null())
+            .stdout(file.try_clone()?)
+            .stderr(file)
+            .process_group(0);
+        command
+            .spawn()
+            .with_context(|| format!("starting {}", command.get_program().to_string_lossy()))
     }
 
     fn check(&self, ready: bool, daemon: &str) -> Result<()> {
         if !ready {
-            bail!("{daemon} under {} does not answer; its log:\n{}", self.directory.display(), self.log(daemon));
+            bail!(
+                "{daemon} under {} does not answer; its log:\n{}",
+                self.directory.display(),
+                self.log(daemon)
+            );
         }
         Ok(())
     }
@@ -114,7 +136,12 @@ impl Drop for PrivateNode {
         let _ = self.stop_snapshotter(Signal::SIGTERM);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let below = mounts.lines().filter_map(|line| line.split(' ').nth(4));
-        for point in below.filter(|point| Path::new(point).starts_with(&self.directory)).collect::<Vec<_>>().iter().rev() {
+        for point in below
+            .filter(|point| Path::new(point).starts_with(&self.directory))
+            .collect::<Vec<_>>()
+            .iter()
+            .rev()
+        {
             let _ = nix::mount::umount2(*point, nix::mount::MntFlags::MNT_DETACH);
         }
         if std::env::var_os("RAMET_KEEP").is_none() {

@@ -56,7 +56,16 @@ impl Session {
         }
         let stdin = child.stdin.take();
         let what = invocation.describe();
-        Ok(Self { what, child, stdin, chunks, pending: Vec::new(), stderr, started, first_byte })
+        Ok(Self {
+            what,
+            child,
+            stdin,
+            chunks,
+            pending: Vec::new(),
+            stderr,
+            started,
+            first_byte,
+        })
     }
 
     /// Process id of the command.
@@ -74,13 +83,21 @@ impl Session {
     /// What it printed on stderr so far.
     #[must_use]
     pub fn stderr(&self) -> String {
-        self.stderr.lock().map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default()
+        self.stderr
+            .lock()
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+            .unwrap_or_default()
     }
 
     /// Writes a line to its stdin.
     pub fn send(&mut self, line: &str) -> Result<()> {
-        let stdin = self.stdin.as_mut().with_context(|| format!("{}: stdin is closed", self.what))?;
-        stdin.write_all(format!("{line}\n").as_bytes()).with_context(|| format!("writing to {}", self.what))
+        let stdin = self
+            .stdin
+            .as_mut()
+            .with_context(|| format!("{}: stdin is closed", self.what))?;
+        stdin
+            .write_all(format!("{line}\n").as_bytes())
+            .with_context(|| format!("writing to {}", self.what))
     }
 
     /// Closes its stdin.
@@ -98,7 +115,9 @@ impl Session {
             }
             match self.chunks.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(chunk) => self.pending.extend(chunk),
-                Err(mpsc::RecvTimeoutError::Timeout) => bail!("{}: no line within {deadline:?}; {}", self.what, self.said()),
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    bail!("{}: no line within {deadline:?}; {}", self.what, self.said())
+                }
                 Err(mpsc::RecvTimeoutError::Disconnected) => bail!("{}: its stdout ended; {}", self.what, self.said()),
             }
         }
@@ -126,7 +145,11 @@ impl Session {
     }
 
     fn said(&self) -> String {
-        format!("unread: {:?}; stderr: {:?}", tail(&String::from_utf8_lossy(&self.pending)), tail(&self.stderr()))
+        format!(
+            "unread: {:?}; stderr: {:?}",
+            tail(&String::from_utf8_lossy(&self.pending)),
+            tail(&self.stderr())
+        )
     }
 }
 
@@ -146,7 +169,8 @@ mod tests {
     #[test]
     fn lines_go_in_and_come_out() {
         let limit = Duration::from_secs(10);
-        let mut session = Session::start(&Invocation::new("sh").args(["-c", "read x; echo got $x; cat; exit 4"])).unwrap();
+        let mut session =
+            Session::start(&Invocation::new("sh").args(["-c", "read x; echo got $x; cat; exit 4"])).unwrap();
         session.send("one").unwrap();
         assert_eq!(session.line(limit).unwrap(), "got one");
         assert!(session.first_byte_after().is_some());

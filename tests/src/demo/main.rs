@@ -1,1 +1,100 @@
-fn main(){}
+//! `ramet-demo`: a worker is provisioned once and forked twelve times, beside cold workers and plain containers.
+//!
+//! Runs as root on a machine with KVM, or in the lab, with a containerd and a snapshotter of its own under one directory.
+//! `ramet-demo bench` adds the comparisons with larger root filesystems and more memory.
+
+mod bench;
+mod experiment;
+mod memory;
+mod model;
+mod padding;
+mod report;
+mod worker;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
+use e2e::private::PrivateNode;
+
+use crate::experiment::Experiment;
+use crate::report::Report;
+
+/// Forks of a warm worker, measured.
+#[derive(Parser)]
+struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
+    /// How many forks
+    #[arg(long, default_value_t = 12)]
+    forks: usize,
+    /// How many cold workers
+    #[arg(long, default_value_t = 3)]
+    cold: usize,
+    /// Write the results to this file
+    #[arg(long, value_name = "PATH")]
+    json: Option<PathBuf>,
+    /// Where containerd and the snapshotter keep their files; emptied afterwards
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/ramet-demo")]
+    dir: PathBuf,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// The experiment, and what does not change the time of a fork
+    Bench,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:?}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Answers whether everything that must hold held.
+fn run(args: &Args) -> Result<bool> {
+    say("starting a containerd and a snapshotter of our own");
+    let node = PrivateNode::start(&args.dir)?;
+    let result = measure(args, &node);
+    if result.is_err() {
+        for daemon in ["containerd", "snapshotter"] {
+            eprintln!("--- end of the {daemon} log\n{}", node.log(daemon));
+        }
+    }
+    drop(node);
+    let report = result?;
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&report)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    print!("{report}");
+    Ok(report.holds())
+}
+
+fn measure(args: &Args, node: &PrivateNode) -> Result<Report> {
+    let mut report = Experiment {
+        node,
+        forks: args.forks,
+        cold: args.cold,
+    }
+    .run()?;
+    if let Some(Command::Bench) = args.command {
+        report.sizes = Some(bench::sizes(node)?);
+    }
+    Ok(report)
+}
+
+/// Says what is being done.
+pub(crate) fn say(what: impl AsRef<str>) {
+    use std::sync::LazyLock;
+    use std::time::Instant;
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    eprintln!("[{:6.1} s] {}", START.elapsed().as_secs_f64(), what.as_ref());
+}

@@ -1,0 +1,89 @@
+//! What must not change the time of a fork: the size of the root filesystem, and the memory in use.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use e2e::images::BUSYBOX;
+use e2e::{Node, Runtime};
+
+use crate::report::Sizes;
+use crate::{padding, say};
+
+/// Forks of each kind, taken in turns so that both see the same machine.
+const ROUNDS: usize = 6;
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Measures all four.
+pub(crate) fn sizes(node: &Node) -> Result<Sizes> {
+    let scratch = tempfile::tempdir()?;
+    say("images with root filesystems of 50 MiB and 2 GiB");
+    let images = [
+        padding::image(node, scratch.path(), 48)?,
+        padding::image(node, scratch.path(), 2046)?,
+    ];
+    let [rootfs_small_ms, rootfs_large_ms] = compare(node, "rootfs", [(&images[0], 0), (&images[1], 0)])?;
+    for image in &images {
+        node.remove_image(image)?;
+    }
+    say("containers with 100 MiB and 900 MiB in use");
+    let [memory_small_ms, memory_large_ms] = compare(node, "memory", [(BUSYBOX, 100), (BUSYBOX, 900)])?;
+    Ok(Sizes {
+        rootfs_small_ms,
+        rootfs_large_ms,
+        memory_small_ms,
+        memory_large_ms,
+    })
+}
+
+/// Checkpoints a container of each kind (image, MiB of memory that it fills) and forks them in turns.
+fn compare(node: &Node, what: &str, kinds: [(&str, u32); 2]) -> Result<[Vec<f64>; 2]> {
+    let mut warm = Vec::new();
+    for (number, (image, mib)) in kinds.into_iter().enumerate() {
+        let script = format!(
+            "mkdir -p /tmp/fill; mount -t tmpfs -o size=90% fill /dev/shm 2>/dev/null; i=0; \
+             while [ $i -lt {mib} ]; do head -c 1048576 /bin/busybox > /dev/shm/$i; i=$((i+1)); done; \
+             echo filled; while read line; do echo got $line; done"
+        );
+        let id = format!("{what}-{number}");
+        let run = node
+            .run(Runtime::Ramet, image, &["sh", "-c", &script])
+            .id(&id)
+            .deadline(PATIENCE);
+        let (mut session, container) = run
+            .flag("--annotation=io.ramet.memory_mib=1536")
+            .flag("--privileged")
+            .session()?;
+        ensure!(session.line(PATIENCE)? == "filled");
+        let name = format!("localhost/warm-{what}-{number}:1");
+        node.checkpoint(&id, &name)?;
+        session.close_stdin();
+        ensure!(session.wait(PATIENCE)? == 0, "{}", session.stderr());
+        container.is_gone();
+        warm.push(name);
+    }
+    let mut ready = [Vec::new(), Vec::new()];
+    // The first of each is not counted: it finds cold caches.
+    for round in 0..=ROUNDS {
+        for (number, name) in warm.iter().enumerate() {
+            let id = format!("{what}-fork-{number}-{round}");
+            let (mut session, container) = node
+                .run(Runtime::Ramet, name, &[])
+                .id(&id)
+                .flag("--privileged")
+                .session()?;
+            session.send("it")?;
+            ensure!(session.line(PATIENCE)? == "got it");
+            let after = session.first_byte_after().context("no first byte")?;
+            session.close_stdin();
+            ensure!(session.wait(PATIENCE)? == 0, "{}", session.stderr());
+            container.is_gone();
+            if round > 0 {
+                ready[number].push(after.as_secs_f64() * 1000.0);
+            }
+        }
+    }
+    for name in &warm {
+        node.remove_image(name)?;
+    }
+    Ok(ready)
+}
