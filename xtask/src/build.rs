@@ -22,34 +22,35 @@ pub(crate) fn all_packages() -> Vec<&'static str> {
     PROGRAMS.iter().map(|(package, _)| *package).collect()
 }
 
-/// Builds the programs of some packages; an error names the package that does not build.
+/// Builds the programs of some packages. Cargo's own error names the package that does not build.
 pub(crate) fn programs(ws: &Workspace, packages: &[&str]) -> Result<()> {
+    say(format!("building {}", packages.join(", ")));
+    let mut command = cargo(ws);
+    command.args(["build", "--release", "--bins"]);
     for package in packages {
-        say(format!("building {package}"));
-        let status = cargo(ws)
-            .args(["build", "--quiet", "--release", "--bins", "--package", package])
-            .status()
-            .context("running cargo")?;
-        if !status.success() {
-            bail!("package {package} does not build");
-        }
+        command.args(["--package", package]);
+    }
+    let status = command.status().context("running cargo")?;
+    if !status.success() {
+        bail!("our programs do not build");
     }
     Ok(())
 }
 
 /// Builds the test programs of a package, without running them, and returns each with its target's name.
-pub(crate) fn tests(ws: &Workspace, package: &str) -> Result<Vec<(String, PathBuf)>> {
+/// `selection` is what Cargo is told to choose, such as `--test NAME`.
+pub(crate) fn tests(ws: &Workspace, package: &str, selection: &[&str]) -> Result<Vec<(String, PathBuf)>> {
     say(format!("building the tests of {package}"));
     let output = cargo(ws)
         .args([
             "test",
-            "--quiet",
             "--release",
             "--no-run",
             "--message-format=json-render-diagnostics",
             "--package",
             package,
         ])
+        .args(selection)
         .stderr(Stdio::inherit())
         .output()
         .context("running cargo")?;

@@ -19,17 +19,6 @@ pub(crate) struct Args {
     no_lab: bool,
 }
 
-/// Packages with unit and property tests; the end-to-end tests are apart.
-const PACKAGES: &[&str] = &[
-    "agent",
-    "checkpoint",
-    "cli",
-    "protocol",
-    "shim",
-    "snapshotter",
-    "vmm",
-    "xtask",
-];
 /// Tests of the VMM that need /dev/kvm have this in their path.
 const KVM_TIER: &str = "kvm_tier";
 
@@ -89,9 +78,7 @@ pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
     build::programs(ws, &build::all_packages())?;
     let mut summary = Summary::default();
     let kvm_problem = kvm_problem();
-    for package in PACKAGES {
-        unit_tests(ws, package, kvm_problem.as_deref(), &mut summary)?;
-    }
+    unit_tests(ws, kvm_problem.as_deref(), &mut summary)?;
     if args.no_lab {
         summary.skip("end-to-end tests", "--no-lab was given");
     } else if let Err(error) = end_to_end_tests(ws, &mut summary) {
@@ -107,11 +94,13 @@ pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
     })
 }
 
-fn unit_tests(ws: &Workspace, package: &str, kvm_problem: Option<&str>, summary: &mut Summary) -> Result<()> {
-    say(format!("testing {package}"));
+/// Runs unit and property tests of all packages, and the VMM's tests with tiny guests. Those of package e2e that need
+/// the lab are not among them: Cargo.toml says so.
+fn unit_tests(ws: &Workspace, kvm_problem: Option<&str>, summary: &mut Summary) -> Result<()> {
+    say("running unit and property tests, and the VMM's tests on /dev/kvm");
     let mut command = cargo(ws);
-    command.args(["test", "--release", "--package", package, "--"]);
-    if let (Some(_), "vmm") = (kvm_problem, package) {
+    command.args(["test", "--release", "--workspace", "--no-fail-fast", "--"]);
+    if kvm_problem.is_some() {
         command.args(["--skip", KVM_TIER]);
     }
     let mut child = command.stdout(Stdio::piped()).spawn().context("running cargo test")?;
@@ -125,10 +114,10 @@ fn unit_tests(ws: &Workspace, package: &str, kvm_problem: Option<&str>, summary:
     let status = child.wait().context("waiting for cargo test")?;
     if !status.success() && summary.failed == before {
         // It did not build, or a test program crashed.
-        eprintln!("error: the tests of {package} ended with {status}");
+        eprintln!("error: cargo test ended with {status}");
         summary.failed += 1;
     }
-    if let (Some(reason), "vmm") = (kvm_problem, package) {
+    if let Some(reason) = kvm_problem {
         skip_kvm_tier(ws, reason, summary)?;
     }
     Ok(())
@@ -136,7 +125,7 @@ fn unit_tests(ws: &Workspace, package: &str, kvm_problem: Option<&str>, summary:
 
 /// Lists the tests of the VMM's KVM tier as skipped.
 fn skip_kvm_tier(ws: &Workspace, reason: &str, summary: &mut Summary) -> Result<()> {
-    for (_, program) in build::tests(ws, "vmm")? {
+    for (_, program) in build::tests(ws, "vmm", &[])? {
         let output = std::process::Command::new(&program)
             .args(["--list", "--format=terse", KVM_TIER])
             .output();

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
@@ -16,7 +16,6 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use super::is_emulated;
-use crate::base::Base;
 use crate::workspace::{list, say};
 
 /// Guest memory in MiB.
@@ -26,14 +25,17 @@ const CPUS: u32 = 2;
 const GRACE: Duration = Duration::from_secs(60);
 
 /// The files of one lab.
-pub(crate) struct Config<'a> {
-    pub(crate) base: &'a Base,
-    pub(crate) initramfs: &'a Path,
-    pub(crate) payload: &'a Path,
+pub(crate) struct Config {
+    /// ELF kernel.
+    pub(crate) kernel: PathBuf,
+    pub(crate) initramfs: PathBuf,
+    /// Raw ext4; never written to.
+    pub(crate) root_disk: PathBuf,
+    pub(crate) payload: PathBuf,
     /// Temporary files, among them the copy-on-write part of the root disk.
-    pub(crate) run_dir: &'a Path,
+    pub(crate) run_dir: PathBuf,
     /// Where logs go.
-    pub(crate) logs: &'a Path,
+    pub(crate) logs: PathBuf,
 }
 
 /// How a job ended.
@@ -80,7 +82,7 @@ impl Drop for Machine {
     }
 }
 
-fn start(config: &Config<'_>, ports: &[&Port], serial: &str, kernel_options: &str, stdin: Stdio) -> Result<Machine> {
+fn start(config: &Config, ports: &[&Port], serial: &str, stdin: Stdio) -> Result<Machine> {
     // QEMU dies with us whatever ends us; setpriv needs no unsafe code here.
     let mut command = Command::new("setpriv");
     command.args([
@@ -92,7 +94,7 @@ fn start(config: &Config<'_>, ports: &[&Port], serial: &str, kernel_options: &st
         "-display",
         "none",
     ]);
-    command.args(["-name", &machine_name(config.run_dir), "-M", "q35", "-no-reboot"]);
+    command.args(["-name", &machine_name(&config.run_dir), "-M", "q35", "-no-reboot"]);
     if is_emulated() {
         command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"]);
     } else {
@@ -101,16 +103,16 @@ fn start(config: &Config<'_>, ports: &[&Port], serial: &str, kernel_options: &st
     command.args(["-smp", &CPUS.to_string(), "-m", &MEMORY_MIB.to_string()]);
     command
         .arg("-kernel")
-        .arg(config.base.vmlinux())
+        .arg(&config.kernel)
         .arg("-initrd")
-        .arg(config.initramfs);
+        .arg(&config.initramfs);
     command.args([
         "-append",
-        &format!("console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on {kernel_options}"),
+        "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on",
     ]);
     for (serial, path, options) in [
-        ("base", &*config.base.disk(), "snapshot=on"),
-        ("payload", config.payload, "readonly=on"),
+        ("base", &config.root_disk, "snapshot=on"),
+        ("payload", &config.payload, "readonly=on"),
     ] {
         command.arg("-drive").arg(format!(
             "if=none,id={serial},file={},format=raw,{options}",
@@ -129,7 +131,7 @@ fn start(config: &Config<'_>, ports: &[&Port], serial: &str, kernel_options: &st
     for port in ports {
         command.args(port.arguments());
     }
-    command.env("TMPDIR", config.run_dir).stdin(stdin);
+    command.env("TMPDIR", &config.run_dir).stdin(stdin);
     let child = command.spawn().context("starting QEMU")?;
     Ok(Machine { child })
 }
@@ -140,7 +142,7 @@ fn machine_name(run_dir: &Path) -> String {
 }
 
 /// Runs the job on the payload disk and returns its exit code.
-pub(crate) fn run_job(config: &Config<'_>, timeout: Duration) -> Result<End> {
+pub(crate) fn run_job(config: &Config, timeout: Duration) -> Result<End> {
     let [ctl, out, err, logs] = [
         Port::new("ctl")?,
         Port::new("out")?,
@@ -149,7 +151,7 @@ pub(crate) fn run_job(config: &Config<'_>, timeout: Duration) -> Result<End> {
     ];
     let serial = format!("file:{}", config.logs.join("console.log").display());
     let started = Instant::now();
-    let machine = start(config, &[&ctl, &out, &err, &logs], &serial, "", Stdio::null())?;
+    let machine = start(config, &[&ctl, &out, &err, &logs], &serial, Stdio::null())?;
     // Our copies of QEMU's ends must be closed, or the streams would never end.
     let [mut ctl, out, err, logs] = [ctl, out, err, logs].map(|port| port.ours);
     let out = pass_on(out, std::io::stdout());
@@ -187,7 +189,7 @@ pub(crate) fn run_job(config: &Config<'_>, timeout: Duration) -> Result<End> {
     {
         say(format!("the lab's logs are not complete: {error}"));
     }
-    end.result(config.logs).map(|code| End { code, stdout })
+    end.result(&config.logs).map(|code| End { code, stdout })
 }
 
 /// What the lab told about its end.
@@ -270,13 +272,13 @@ fn read_lines(stream: UnixStream) -> mpsc::Receiver<String> {
     receiver
 }
 
-/// An interactive shell on the lab's serial console, which is our terminal.
-pub(crate) fn run_shell(config: &Config<'_>) -> Result<()> {
+/// An interactive shell on the lab's serial console, which is our terminal. Returns the shell's exit code.
+pub(crate) fn run_shell(config: &Config) -> Result<u8> {
     let [ctl, logs] = [Port::new("ctl")?, Port::new("logs")?];
     say("starting the lab; Ctrl-A X ends it at once");
-    let mut machine = start(config, &[&ctl, &logs], "mon:stdio", "", Stdio::inherit())?;
+    let mut machine = start(config, &[&ctl, &logs], "mon:stdio", Stdio::inherit())?;
     let [ctl, logs] = [ctl, logs].map(|port| port.ours);
-    let log_dir = config.logs.to_owned();
+    let log_dir = config.logs.clone();
     let logs = std::thread::spawn(move || tar::Archive::new(BufReader::new(logs)).unpack(log_dir));
     let mut end = Ending::default();
     for line in read_lines(ctl) {
@@ -294,7 +296,8 @@ pub(crate) fn run_shell(config: &Config<'_>) -> Result<()> {
     if end.code.is_some() && logs.join().is_ok_and(|result| result.is_ok()) {
         say(format!("logs are in {}", config.logs.display()));
     }
-    Ok(())
+    // Without a code the user ended QEMU from its monitor.
+    Ok(end.code.unwrap_or_default())
 }
 
 /// Kills the machines of this checkout; returns how many there were.

@@ -5,13 +5,14 @@ mod payload;
 mod slot;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Subcommand;
 
+use self::payload::Contents;
 use crate::workspace::{Workspace, list, make_dir, say};
 use crate::{base, build, guest, images, setup};
 
@@ -143,7 +144,7 @@ pub(crate) fn prepare(ws: &Workspace, no_build: bool) -> Result<()> {
 
 /// The job that runs the end-to-end tests.
 pub(crate) fn test_job(ws: &Workspace, filter: &[String]) -> Result<Job> {
-    let programs = build::tests(ws, "e2e")?;
+    let programs = build::tests(ws, "e2e", &["--test", "e2e"])?;
     let mut script = String::from("code=0\n");
     for (name, _) in &programs {
         let arguments: String = filter.iter().map(|word| format!(" {}", payload::quote(word))).collect();
@@ -164,75 +165,72 @@ pub(crate) fn test_job(ws: &Workspace, filter: &[String]) -> Result<Job> {
 
 /// Runs a job in a fresh lab. Output is passed on as it comes.
 pub(crate) fn run(ws: &Workspace, job: &Job) -> Result<Outcome> {
-    let lab = ws.lab_dir()?;
-    let _slot = slot::take()?;
-    let run_dir = RunDir::create(&lab)?;
-    let logs = lab.join("logs").join(log_name(&job.name));
-    make_dir(&logs)?;
-    let base = base::ensure(ws)?;
-    let disk = payload::build(
-        ws,
-        &run_dir.path,
-        &payload::Contents {
-            script: payload::script(&job.words),
-            mode: "run",
-            programs: &job.programs,
-        },
-    )?;
-    let initramfs = payload::initramfs(ws, &base, &run_dir.path)?;
-    let machine = machine::Config {
-        base: &base,
-        initramfs: &initramfs,
-        payload: &disk,
-        run_dir: &run_dir.path,
-        logs: &logs,
+    let contents = Contents {
+        script: payload::script(&job.words),
+        mode: "run",
+        programs: &job.programs,
     };
-    let end = machine::run_job(&machine, job.timeout);
-    match end {
-        Ok(end) => {
-            if end.code != 0 {
-                say(format!(
-                    "the command ended with {}; logs are in {}",
-                    end.code,
-                    logs.display()
-                ));
-            }
-            Ok(Outcome {
-                code: end.code,
-                logs,
-                stdout: end.stdout,
-            })
-        }
-        Err(error) => Err(error.context(format!("the lab did not finish its job; see {}", logs.display()))),
+    let lab = Lab::new(ws, &job.name, &contents)?;
+    let logs = lab.config.logs.clone();
+    let end = machine::run_job(&lab.config, job.timeout)
+        .with_context(|| format!("the lab did not finish its job; see {}", logs.display()))?;
+    if end.code != 0 {
+        say(format!(
+            "the command ended with {}; logs are in {}",
+            end.code,
+            logs.display()
+        ));
     }
+    Ok(Outcome {
+        code: end.code,
+        logs,
+        stdout: end.stdout,
+    })
 }
 
 fn shell(ws: &Workspace) -> Result<ExitCode> {
-    let lab = ws.lab_dir()?;
-    let _slot = slot::take()?;
-    let run_dir = RunDir::create(&lab)?;
-    let logs = lab.join("logs").join(log_name("shell"));
-    make_dir(&logs)?;
-    let base = base::ensure(ws)?;
-    let disk = payload::build(
+    let lab = Lab::new(
         ws,
-        &run_dir.path,
-        &payload::Contents {
+        "shell",
+        &Contents {
             script: String::new(),
             mode: "shell",
             programs: &[],
         },
     )?;
-    let initramfs = payload::initramfs(ws, &base, &run_dir.path)?;
-    let machine = machine::Config {
-        base: &base,
-        initramfs: &initramfs,
-        payload: &disk,
-        run_dir: &run_dir.path,
-        logs: &logs,
-    };
-    machine::run_shell(&machine)?;
-    Ok(ExitCode::SUCCESS)
+    let code = machine::run_shell(&lab.config)?;
+    Ok(ExitCode::from(code))
+}
+
+/// Everything that one lab needs to start, and the right to start it.
+struct Lab {
+    config: machine::Config,
+    _run_dir: RunDir,
+    _slot: slot::Slot,
+}
+
+impl Lab {
+    fn new(ws: &Workspace, name: &str, contents: &Contents<'_>) -> Result<Self> {
+        let dir = ws.lab_dir()?;
+        let base = base::ensure(ws)?;
+        let slot = slot::take()?;
+        let run_dir = RunDir::create(&dir)?;
+        let logs = dir.join("logs").join(log_name(name));
+        make_dir(&logs)?;
+        let config = machine::Config {
+            kernel: base.vmlinux(),
+            root_disk: base.disk(),
+            initramfs: payload::initramfs(ws, &base, &run_dir.path)?,
+            payload: payload::build(ws, &run_dir.path, contents)?,
+            run_dir: run_dir.path.clone(),
+            logs,
+        };
+        Ok(Self {
+            config,
+            _run_dir: run_dir,
+            _slot: slot,
+        })
+    }
 }
 
 /// The files of one run, removed at its end.
@@ -241,11 +239,41 @@ struct RunDir {
 }
 
 impl RunDir {
-    fn create(lab: &std::path::Path) -> Result<Self> {
+    fn create(lab: &Path) -> Result<Self> {
+        remove_stale(lab)?;
         let path = lab.join(format!("run-{}", std::process::id()));
         make_dir(&path)?;
         Ok(Self { path })
     }
+}
+
+/// Removes the files of runs that were killed, and all but the newest logs.
+fn remove_stale(lab: &Path) -> Result<usize> {
+    const KEPT_LOGS: usize = 40;
+    let mut stale = Vec::new();
+    for path in list(lab)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name
+            .strip_prefix("run-")
+            .is_some_and(|pid| !Path::new("/proc").join(pid).exists())
+        {
+            stale.push(path);
+        }
+    }
+    let runs = stale.len();
+    if lab.join("logs").exists() {
+        // Their names begin with the time.
+        stale.extend(list(&lab.join("logs"))?.into_iter().rev().skip(KEPT_LOGS));
+    }
+    for path in stale {
+        // Another run may be removing the same.
+        if let Err(error) = fs::remove_dir_all(&path)
+            && path.exists()
+        {
+            return Err(error).with_context(|| format!("removing {}", path.display()));
+        }
+    }
+    Ok(runs)
 }
 
 impl Drop for RunDir {
@@ -267,16 +295,9 @@ fn log_name(name: &str) -> String {
 fn down(ws: &Workspace) -> Result<ExitCode> {
     let lab = ws.lab_dir()?;
     let ended = machine::end_all(&lab)?;
-    let mut removed = 0;
-    for path in list(&lab)? {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let Some(pid) = name.strip_prefix("run-") else { continue };
-        if std::path::Path::new("/proc").join(pid).exists() && ended == 0 {
-            bail!("process {pid} still runs a lab: end it first");
-        }
-        fs::remove_dir_all(&path).with_context(|| format!("removing {}", path.display()))?;
-        removed += 1;
-    }
-    say(format!("ended {ended} labs, removed {removed} run directories"));
+    let removed = remove_stale(&lab)?;
+    say(format!(
+        "ended {ended} labs, removed the files of {removed} runs that were killed"
+    ));
     Ok(ExitCode::SUCCESS)
 }

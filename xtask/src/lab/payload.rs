@@ -65,6 +65,7 @@ pub(crate) fn build(ws: &Workspace, run_dir: &Path, contents: &Contents<'_>) -> 
     copy(&ws.recipe("containerd.toml"), &root.join("containerd.toml"))?;
     write(&root.join("job"), &contents.script)?;
     write(&root.join("mode"), contents.mode)?;
+    write(&root.join("terminal"), &terminal_size())?;
     let disk = run_dir.join("payload.erofs");
     capture(Command::new("mkfs.erofs").arg("-T0").arg(&disk).arg(&root))?;
     Ok(disk)
@@ -89,6 +90,17 @@ pub(crate) fn initramfs(ws: &Workspace, base: &Base, run_dir: &Path) -> Result<P
     let path = run_dir.join("initramfs");
     fs::write(&path, archive.finish()).with_context(|| format!("writing {}", path.display()))?;
     Ok(path)
+}
+
+/// Rows and columns of our terminal; empty when we have none.
+fn terminal_size() -> String {
+    let output = Command::new("stty")
+        .arg("size")
+        .stdin(std::process::Stdio::inherit())
+        .output();
+    output
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+        .unwrap_or_default()
 }
 
 /// The job as a shell script: one word is a script already, more are a program with its arguments.
