@@ -304,3 +304,117 @@ impl Transport {
         };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Driver, Registers, memory};
+    use super::super::{DeviceSet, event_channel};
+
+    const VERSION_1: u64 = 1 << 32;
+
+    fn set() -> DeviceSet {
+        let (sender, _) = event_channel().unwrap();
+        DeviceSet::create(memory(), Vec::new(), Vec::new(), true, sender).unwrap()
+    }
+
+    #[test]
+    fn identifies_itself() {
+        let set = set();
+        let registers = Registers { set: &set, device: 0 };
+        let identity = [0x00, 0x04, 0x08].map(|offset| registers.read(offset));
+        assert_eq!(identity, [0x7472_6976, 2, 19]);
+        assert_eq!(registers.config::<8>(0), 3u64.to_le_bytes());
+        assert_eq!(registers.config::<8>(4), [0; 8]);
+        assert_eq!(registers.config::<4>(4000), [0; 4]);
+        assert_eq!(registers.read(0xb0), u32::MAX);
+        let mut outside = [0; 4];
+        set.mmio_read(0xd000_0000 + 2 * 0x1000, &mut outside);
+        assert_eq!(outside, [0xff; 4]);
+    }
+
+    #[test]
+    fn refuses_wrong_features() {
+        let set = set();
+        let registers = Registers { set: &set, device: 0 };
+        assert!(!registers.negotiate(0), "without VERSION_1");
+        assert!(!registers.negotiate(VERSION_1 | 1 << 60), "not offered");
+        assert!(registers.negotiate(VERSION_1));
+        registers.write(0x24, 0);
+        registers.write(0x20, 1 << 29);
+        registers.write(0x70, 15);
+        assert_eq!(registers.read(0x70), 15);
+    }
+
+    #[test]
+    fn status_cannot_jump_or_lose_bits() {
+        let set = set();
+        let registers = Registers { set: &set, device: 0 };
+        registers.write(0x70, 4);
+        assert_eq!(registers.read(0x70) & 4, 0, "DRIVER_OK before everything");
+        assert!(registers.negotiate(VERSION_1));
+        registers.write(0x70, 1);
+        assert_eq!(registers.read(0x70), 11);
+        registers.write(0x70, 0);
+        assert_eq!(registers.read(0x70), 0);
+    }
+
+    #[test]
+    fn checks_queues_when_they_are_enabled() {
+        let set = set();
+        let registers = Registers { set: &set, device: 0 };
+        registers.set_up_queue(0, 16, 0x1000);
+        assert_eq!(registers.read(0x44), 0, "before FEATURES_OK");
+        assert!(registers.negotiate(VERSION_1));
+        registers.set_up_queue(0, 16, 0xffff_ffff_0000);
+        assert_eq!(registers.read(0x44), 0, "outside memory");
+        registers.set_up_queue(0, 16, (16 << 20) - 0x3000);
+        assert_eq!(registers.read(0x44), 0, "used ring just outside memory");
+        registers.set_up_queue(0, 3, 0x1000);
+        registers.set_up_queue(9, 16, 0x1000);
+        assert_eq!(registers.read(0x44), 0, "no such queue");
+        assert_eq!(registers.read(0x34), 0, "no such queue");
+        registers.set_up_queue(0, 16, 0x1000);
+        assert_eq!(registers.read(0x44), 1);
+        registers.write(0x80, 0xdead_0000);
+        registers.write(0x38, 8);
+        registers.write(0x44, 0);
+        registers.write(0x44, 1);
+        assert_eq!(registers.read(0x44), 1, "an enabled queue is not changed");
+    }
+
+    #[test]
+    fn survives_any_register_access() {
+        let set = set();
+        for offset in 0..0x200 {
+            for len in 0..=9 {
+                let mut data = vec![0; len];
+                set.mmio_read(0xd000_0000 + offset, &mut data);
+                set.mmio_write(0xd000_0000 + offset, &vec![0xff; len]);
+            }
+        }
+        set.mmio_write(u64::MAX, &[0; 4]);
+    }
+
+    #[test]
+    fn a_broken_queue_stops_the_device_until_reset() {
+        use vm_memory::{Bytes, GuestAddress};
+        let mem = memory();
+        let (sender, _) = event_channel().unwrap();
+        let set = DeviceSet::create(mem.clone(), Vec::new(), Vec::new(), true, sender).unwrap();
+        set.start();
+        let mut driver = Driver::start(&set, &mem, 1);
+        driver.add(&set, 0, &[], &[8]);
+        driver.wait(0);
+        // More chains than the ring has places.
+        mem.write_obj(0x4000u16, GuestAddress(0x50_0000 + 0x2000 + 2)).unwrap();
+        driver.notify(&set, 0);
+        let registers = Registers { set: &set, device: 1 };
+        let slot = set.slots().remove(1);
+        super::super::testing::wait_event(&slot.interrupt);
+        assert_eq!(registers.read(0x70) & 64, 64);
+        assert_eq!(registers.read(0x60) & 2, 2);
+        let mut driver = Driver::start(&set, &mem, 1);
+        driver.add(&set, 0, &[], &[8]);
+        assert_eq!(driver.wait(0).1.len(), 8);
+    }
+}

@@ -18,6 +18,8 @@ mod rng;
 mod set;
 #[expect(unsafe_code, reason = "vectored I/O on guest memory, a private mapping, tap ioctls")]
 mod sys;
+#[cfg(test)]
+mod testing;
 mod vsock;
 
 use std::fs::File;

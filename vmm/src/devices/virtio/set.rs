@@ -144,10 +144,14 @@ impl DeviceSet {
             )));
         }
         let set = Self::assemble(mem, models)?;
-        for (device, saved) in set.shared.devices.iter().zip(&state.devices) {
-            device.restore(&set.shared.mem, &saved.transport)?;
-        }
+        set.restore_transports(&state)?;
         Ok(set)
+    }
+
+    /// Gives each device its saved registers and queues.
+    pub(super) fn restore_transports(&self, state: &DeviceSetState) -> Result<(), DeviceError> {
+        let mut devices = self.shared.devices.iter().zip(&state.devices);
+        devices.try_for_each(|(device, saved)| device.restore(&self.shared.mem, &saved.transport))
     }
 
     /// A set of these devices, in this order.

@@ -157,3 +157,10 @@ impl Drop for PrivateMap {
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
+
+/// Borrows the descriptor of something that owns one, and does not offer this itself.
+#[cfg(test)]
+pub(super) fn borrow<T: AsRawFd>(owner: &T) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor is open as long as `owner`, which the result borrows.
+    unsafe { BorrowedFd::borrow_raw(owner.as_raw_fd()) }
+}

@@ -269,3 +269,6 @@ impl Model for Block {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

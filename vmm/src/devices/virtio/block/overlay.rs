@@ -293,3 +293,176 @@ fn same_layer(left: Option<&Layer>, right: Option<&Layer>) -> bool {
         (Some(_), None) | (None, Some(_)) => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::super::super::Memory;
+    use super::super::super::queue::segments_of;
+    use super::super::super::testing::memory;
+    use super::*;
+
+    const SIZE: u64 = 64 * BLOCK_SIZE;
+
+    fn files() -> OverlayLayer {
+        OverlayLayer {
+            data: tempfile::tempfile().unwrap(),
+            bitmap: tempfile::tempfile().unwrap(),
+        }
+    }
+
+    fn clone(layer: &OverlayLayer) -> OverlayLayer {
+        OverlayLayer {
+            data: layer.data.try_clone().unwrap(),
+            bitmap: layer.bitmap.try_clone().unwrap(),
+        }
+    }
+
+    fn read(mem: &Memory, disk: &Overlay, offset: u64, len: u64) -> Vec<u8> {
+        mem.write_slice(&vec![0xee; len as usize], GuestAddress(0x1000))
+            .unwrap();
+        disk.read(offset, segments_of(mem, 0x1000, len)).unwrap();
+        let mut bytes = vec![0; len as usize];
+        mem.read_slice(&mut bytes, GuestAddress(0x1000)).unwrap();
+        bytes
+    }
+
+    fn write(mem: &Memory, disk: &mut Overlay, offset: u64, bytes: &[u8]) {
+        mem.write_slice(bytes, GuestAddress(0x1000)).unwrap();
+        disk.write(offset, segments_of(mem, 0x1000, bytes.len() as u64))
+            .unwrap();
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Write {
+            sector: u64,
+            sectors: u64,
+            byte: u8,
+        },
+        Zero {
+            sector: u64,
+            sectors: u64,
+            whole_only: bool,
+        },
+        Flush,
+        Seal,
+        Reopen,
+    }
+
+    fn range() -> impl Strategy<Value = (u64, u64)> {
+        (0..SIZE / 512).prop_flat_map(|sector| (Just(sector), 0..=(SIZE / 512 - sector).min(40)))
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            8 => (range(), 1u8..).prop_map(|((sector, sectors), byte)| Step::Write { sector, sectors, byte }),
+            3 => (range(), any::<bool>())
+                .prop_map(|((sector, sectors), whole_only)| Step::Zero { sector, sectors, whole_only }),
+            1 => Just(Step::Flush),
+            1 => Just(Step::Seal),
+            1 => Just(Step::Reopen),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+        #[test]
+        fn behaves_like_one_array(steps in prop::collection::vec(step(), 1..40)) {
+            let mem = memory();
+            let mut model = vec![0u8; SIZE as usize];
+            let mut layers = vec![files()];
+            let mut disk = Overlay::open(SIZE, Vec::new(), clone(&layers[0])).unwrap();
+            for step in steps {
+                match step {
+                    Step::Write { sector, sectors, byte } => {
+                        let bytes: Vec<u8> = (0..sectors * 512).map(|at| byte.wrapping_add((at / 512) as u8)).collect();
+                        write(&mem, &mut disk, sector * 512, &bytes);
+                        model[sector as usize * 512..][..bytes.len()].copy_from_slice(&bytes);
+                    }
+                    Step::Zero { sector, sectors, whole_only } => {
+                        disk.zero(sector * 512, sectors * 512, whole_only).unwrap();
+                        let (mut start, mut end) = (sector * 512, (sector + sectors) * 512);
+                        if whole_only {
+                            start = start.next_multiple_of(BLOCK_SIZE);
+                            end = end / BLOCK_SIZE * BLOCK_SIZE;
+                        }
+                        if start < end {
+                            model[start as usize..end as usize].fill(0);
+                        }
+                    }
+                    Step::Flush => disk.flush().unwrap(),
+                    Step::Seal => {
+                        layers.push(files());
+                        disk.seal(clone(layers.last().unwrap())).unwrap();
+                    }
+                    Step::Reopen => {
+                        disk.flush().unwrap();
+                        let (active, sealed) = layers.split_last().unwrap();
+                        disk = Overlay::open(SIZE, sealed.iter().map(clone).collect(), clone(active)).unwrap();
+                    }
+                }
+                prop_assert_eq!(&read(&mem, &disk, 0, SIZE), &model);
+            }
+            prop_assert_eq!(read(&mem, &disk, 512, 5 * 512), &model[512..6 * 512]);
+        }
+    }
+
+    #[test]
+    fn a_fork_and_its_parent_do_not_see_each_other() {
+        let mem = memory();
+        let (first, second, fork) = (files(), files(), files());
+        let mut parent = Overlay::open(SIZE, Vec::new(), clone(&first)).unwrap();
+        write(&mem, &mut parent, 0, &[1; 8192]);
+        parent.seal(second).unwrap();
+        let mut child = Overlay::open(SIZE, vec![first], fork).unwrap();
+        write(&mem, &mut parent, 4096, &[2; 4096]);
+        write(&mem, &mut child, 0, &[3; 512]);
+        assert_eq!(read(&mem, &parent, 0, 8192), [[1; 4096], [2; 4096]].concat());
+        assert_eq!(read(&mem, &child, 0, 8192), [vec![3; 512], vec![1; 7680]].concat());
+    }
+
+    #[test]
+    fn an_empty_layer_costs_nothing_however_large_the_disk() {
+        use std::os::unix::fs::MetadataExt;
+        let layer = files();
+        let mut disk = Overlay::open(MAX_BYTES, Vec::new(), clone(&layer)).unwrap();
+        let mem = memory();
+        write(&mem, &mut disk, MAX_BYTES - 4096, &[7; 4096]);
+        disk.flush().unwrap();
+        let blocks = layer.data.metadata().unwrap().blocks() + layer.bitmap.metadata().unwrap().blocks();
+        assert!(blocks * 512 <= 64 * 1024, "{blocks} sectors");
+        let disk = Overlay::open(MAX_BYTES, vec![layer], files()).unwrap();
+        assert_eq!(
+            read(&mem, &disk, MAX_BYTES - 8192, 8192),
+            [[0; 4096], [7; 4096]].concat()
+        );
+    }
+
+    #[test]
+    fn refuses_layers_of_the_wrong_length() {
+        let sealed = |data: u64, bitmap: u64| {
+            let layer = files();
+            layer.data.set_len(data).unwrap();
+            layer.bitmap.set_len(bitmap).unwrap();
+            Overlay::open(SIZE, vec![layer], files())
+                .err()
+                .map(|error| error.to_string())
+        };
+        assert_eq!(sealed(SIZE, 8), None);
+        assert_eq!(
+            sealed(SIZE, 7).unwrap(),
+            "bitmap file of a layer has 7 bytes instead of 8"
+        );
+        assert_eq!(
+            sealed(SIZE - 1, 8).unwrap(),
+            "data file of a layer has 262143 bytes instead of 262144"
+        );
+        assert!(sealed(0, 0).is_some());
+        assert!(Overlay::open(SIZE + 512, Vec::new(), files()).is_err());
+        assert!(Overlay::open(MAX_BYTES * 2, Vec::new(), files()).is_err());
+        assert!(Overlay::open(0, Vec::new(), files()).is_err());
+    }
+}

@@ -283,3 +283,6 @@ impl Model for Net {
         self.receive(context);
     }
 }
+
+#[cfg(test)]
+mod tests;

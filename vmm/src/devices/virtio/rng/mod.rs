@@ -68,3 +68,27 @@ impl Model for Rng {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{Driver, memory};
+    use super::super::{DeviceSet, event_channel};
+
+    #[test]
+    fn gives_random_bytes_up_to_the_cap() {
+        let mem = memory();
+        let (sender, _) = event_channel().unwrap();
+        let set = DeviceSet::create(mem.clone(), Vec::new(), Vec::new(), true, sender).unwrap();
+        set.start();
+        let mut driver = Driver::start(&set, &mem, 1);
+        driver.add(&set, 0, &[], &[32]);
+        driver.add(&set, 0, &[], &[32]);
+        let (first, second) = (driver.wait(0).1, driver.wait(0).1);
+        assert_eq!((first.len(), second.len()), (32, 32));
+        assert_ne!(first, second);
+        driver.add(&set, 0, &[], &[80 * 1024]);
+        assert_eq!(driver.wait(0).1.len(), 64 * 1024);
+        driver.add(&set, 0, &[b"nothing to write to"], &[]);
+        assert_eq!(driver.wait(0).1.len(), 0);
+    }
+}

@@ -272,8 +272,8 @@ impl Connection {
         }
     }
 
-    /// Makes a data packet in a receive buffer of the guest.
-    pub(super) fn fill(&mut self, buffer: &mut Segments<'_>) -> Filled {
+    /// Makes a data packet in a receive buffer of the guest, which stays as it is when there is no packet.
+    pub(super) fn fill(&mut self, buffer: &Segments<'_>) -> Filled {
         if !self.can_read() {
             return Filled::Nothing;
         }
@@ -284,6 +284,7 @@ impl Connection {
             }
             return Filled::NoCredit;
         }
+        let mut buffer = buffer.clone();
         let mut head = buffer.take(HEADER as u64);
         let room = buffer.take(u64::from(credit));
         let bytes = match self.read_stream(&room) {

@@ -416,7 +416,7 @@ impl Vsock {
         Some(header)
     }
 
-    fn data_packet(&mut self, token: u32, buffer: &mut Segments<'_>, poller: &Poller) -> Option<u64> {
+    fn data_packet(&mut self, token: u32, buffer: &Segments<'_>, poller: &Poller) -> Option<u64> {
         let connection = self.connections.get_mut(&token)?;
         connection.in_data_queue = false;
         let ports = connection.ports;
@@ -527,3 +527,6 @@ impl Model for Vsock {
         self.pump(context);
     }
 }
+
+#[cfg(test)]
+mod tests;

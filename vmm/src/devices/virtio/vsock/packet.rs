@@ -86,19 +86,23 @@ fn pick<const N: usize>(bytes: &[u8; HEADER], at: usize) -> [u8; N] {
 impl Header {
     /// Takes a header from the front of a chain.
     pub(super) fn read(from: &mut Segments<'_>) -> Option<Self> {
-        let bytes = from.read_array::<HEADER>()?;
-        Some(Self {
-            source_cid: u64::from_le_bytes(pick(&bytes, 0)),
-            target_cid: u64::from_le_bytes(pick(&bytes, 8)),
-            source_port: u32::from_le_bytes(pick(&bytes, 16)),
-            target_port: u32::from_le_bytes(pick(&bytes, 20)),
-            len: u32::from_le_bytes(pick(&bytes, 24)),
-            socket_type: u16::from_le_bytes(pick(&bytes, 28)),
-            op: u16::from_le_bytes(pick(&bytes, 30)).into(),
-            flags: u32::from_le_bytes(pick(&bytes, 32)),
-            buf_alloc: u32::from_le_bytes(pick(&bytes, 36)),
-            fwd_cnt: u32::from_le_bytes(pick(&bytes, 40)),
-        })
+        from.read_array().map(|bytes| Self::parse(&bytes))
+    }
+
+    /// Reads the bytes on the ring; any are a header.
+    pub(super) fn parse(bytes: &[u8; HEADER]) -> Self {
+        Self {
+            source_cid: u64::from_le_bytes(pick(bytes, 0)),
+            target_cid: u64::from_le_bytes(pick(bytes, 8)),
+            source_port: u32::from_le_bytes(pick(bytes, 16)),
+            target_port: u32::from_le_bytes(pick(bytes, 20)),
+            len: u32::from_le_bytes(pick(bytes, 24)),
+            socket_type: u16::from_le_bytes(pick(bytes, 28)),
+            op: u16::from_le_bytes(pick(bytes, 30)).into(),
+            flags: u32::from_le_bytes(pick(bytes, 32)),
+            buf_alloc: u32::from_le_bytes(pick(bytes, 36)),
+            fwd_cnt: u32::from_le_bytes(pick(bytes, 40)),
+        }
     }
 
     /// The bytes on the ring.

@@ -1,0 +1,135 @@
+//! A datagram socket in place of the tap: it, too, carries one frame with its header at a time.
+
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use super::super::set::AnyModel;
+use super::super::testing::{Driver, Registers, copy, memory, wait_readable};
+use super::super::{DeviceSet, Memory};
+use super::{HEADER, Net, NetParts, RECEIVE, TRANSMIT};
+
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+
+fn interface(mem: &Memory) -> (DeviceSet, UnixDatagram) {
+    let (net, wire) = model();
+    let set = DeviceSet::assemble(mem.clone(), vec![AnyModel::Net(net)]).unwrap();
+    (set, wire)
+}
+
+fn model() -> (Net, UnixDatagram) {
+    let (tap, wire) = UnixDatagram::pair().unwrap();
+    wire.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    (
+        Net::over(NetParts {
+            tap: tap.into(),
+            mac: MAC,
+            mtu: 1400,
+        })
+        .unwrap(),
+        wire,
+    )
+}
+
+fn frame(byte: u8, len: usize) -> Vec<u8> {
+    [vec![0; HEADER], vec![byte; len]].concat()
+}
+
+#[test]
+fn shows_mac_and_mtu() {
+    let mem = memory();
+    let (set, _wire) = interface(&mem);
+    let registers = Registers { set: &set, device: 0 };
+    assert_eq!(registers.config::<6>(0), MAC);
+    assert_eq!(registers.config::<2>(10), 1400u16.to_le_bytes());
+}
+
+#[test]
+fn carries_frames_both_ways() {
+    let mem = memory();
+    let (set, wire) = interface(&mem);
+    set.start();
+    let mut driver = Driver::start(&set, &mem, 0);
+    let sent = frame(7, 60);
+    driver.add(&set, TRANSMIT, &[&sent[..HEADER], &sent[HEADER..]], &[]);
+    driver.wait(TRANSMIT);
+    let mut got = [0; 2000];
+    let len = wire.recv(&mut got).unwrap();
+    assert_eq!(&got[..len], sent);
+
+    // Comes before there is a buffer.
+    wire.send(&frame(8, 100)).unwrap();
+    driver.add(&set, RECEIVE, &[], &[2000]);
+    let (_, received) = driver.wait(RECEIVE);
+    assert_eq!(received[HEADER..], [8; 100]);
+    assert_eq!(received[10..HEADER], 1u16.to_le_bytes(), "in one buffer");
+    wire.send(&frame(9, 100)).unwrap();
+    driver.add(&set, RECEIVE, &[], &[2000]);
+    assert_eq!(driver.wait(RECEIVE).1[HEADER..], [9; 100]);
+}
+
+#[test]
+fn spreads_a_large_frame_over_buffers() {
+    let mem = memory();
+    let (set, wire) = interface(&mem);
+    set.start();
+    let mut driver = Driver::start(&set, &mem, 0);
+    driver.add(&set, RECEIVE, &[], &[1000]);
+    wire.send(&frame(5, 2500)).unwrap();
+    // Too little room so far; each further buffer is news to the device.
+    driver.add(&set, RECEIVE, &[], &[1000]);
+    driver.add(&set, RECEIVE, &[], &[1000]);
+    let parts: Vec<Vec<u8>> = (0..3).map(|_| driver.wait(RECEIVE).1).collect();
+    assert_eq!(parts[0][10..HEADER], 3u16.to_le_bytes());
+    let received = parts.concat();
+    assert_eq!(received[HEADER..], [5; 2500]);
+}
+
+#[test]
+fn drops_frames_of_impossible_size() {
+    let mem = memory();
+    let (set, wire) = interface(&mem);
+    set.start();
+    let mut driver = Driver::start(&set, &mem, 0);
+    driver.add(&set, TRANSMIT, &[&[0; HEADER]], &[]);
+    driver.wait(TRANSMIT);
+    driver.add(&set, TRANSMIT, &[&vec![0; 70_000]], &[]);
+    driver.wait(TRANSMIT);
+    driver.add(&set, TRANSMIT, &[&frame(1, 20)], &[]);
+    driver.wait(TRANSMIT);
+    let mut got = vec![0; 80_000];
+    assert_eq!(wire.recv(&mut got).unwrap(), HEADER + 20);
+}
+
+#[test]
+fn a_fork_does_not_send_what_its_parent_had_queued() {
+    let mem = memory();
+    let (parent, wire) = interface(&mem);
+    parent.start();
+    let mut driver = Driver::start(&parent, &mem, 0);
+    driver.add(&parent, TRANSMIT, &[&frame(1, 20)], &[]);
+    driver.wait(TRANSMIT);
+    parent.pause();
+    driver.add(&parent, TRANSMIT, &[&frame(2, 20)], &[]);
+    let state = parent.save();
+    let fork_mem = copy(&mem);
+    let forked = driver.clone();
+    parent.resume();
+    driver.wait(TRANSMIT);
+    let mut got = [0; 100];
+    wire.recv(&mut got).unwrap();
+    wire.recv(&mut got).unwrap();
+    assert_eq!(got[HEADER], 2, "the parent sends it");
+
+    let (mut net, fork_wire) = model();
+    net.forget_queued();
+    let fork = DeviceSet::assemble(fork_mem.clone(), vec![AnyModel::Net(net)]).unwrap();
+    fork.restore_transports(&state).unwrap();
+    let mut forked = forked.forked(&fork, &fork_mem);
+    fork.start();
+    forked.wait(TRANSMIT);
+    forked.add(&fork, TRANSMIT, &[&frame(3, 20)], &[]);
+    forked.wait(TRANSMIT);
+    wait_readable(&fork_wire);
+    fork_wire.recv(&mut got).unwrap();
+    assert_eq!(got[HEADER], 3, "the first frame on the fork's wire is its own");
+}
