@@ -1,4 +1,4 @@
-//! The two things that have no safe form: taking ownership of received descriptors, and placing one at a fixed number in a child.
+//! What has no safe form: taking ownership of received descriptors, placing one at a fixed number in a child, polling one.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -7,6 +7,7 @@ use std::process::Command;
 
 use nix::cmsg_space;
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use tokio::io::unix::AsyncFd;
 use vmm::control::MAX_FDS;
 
 /// Makes `fd` the descriptor `number` of the child that `command` starts.
@@ -28,6 +29,12 @@ pub(crate) fn place_descriptor(command: &mut Command, fd: OwnedFd, number: i32) 
     };
     // SAFETY: the hook makes only async-signal-safe system calls and does not allocate.
     unsafe { command.pre_exec(hook) };
+}
+
+/// Registers a descriptor with the event loop.
+pub(crate) fn poll(fd: OwnedFd) -> std::io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an `OwnedFd` stands for the same open descriptor until it is dropped, and nothing here replaces it.
+    unsafe { AsyncFd::register(fd) }.map_err(std::io::Error::from)
 }
 
 /// Sends one packet with descriptors.

@@ -81,7 +81,7 @@ impl VmmProcess {
         let child = command.spawn().map_err(|e| failed(e.to_string()))?;
         drop(command);
         let pid = child.id();
-        let nonblocking = AsyncFd::register(ours).map_err(|e| failed(format!("control socket: {e}")))?;
+        let nonblocking = crate::sys::poll(ours).map_err(|e| failed(format!("control socket: {e}")))?;
         let (outgoing, requests) = mpsc::unbounded_channel();
         let (ready_tx, ready) = watch::channel(false);
         let (ended_tx, ended) = watch::channel(None);
