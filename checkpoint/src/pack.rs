@@ -187,6 +187,23 @@ fn header(kind: tar::EntryType, mode: u32, bytes: u64) -> tar::Header {
     header
 }
 
+/// The bytes of `manifest.json` in the beginning of a checkpoint layer; `None` if it is not one, or starts later than `start` ends.
+#[must_use]
+pub fn manifest_in_tar(start: &[u8]) -> Option<&[u8]> {
+    let name = Path::new(PACKED_DIR).join(FILE_NAME);
+    let mut archive = tar::Archive::new(start);
+    // The directory entry and the manifest; other tools may put a few of their own before them.
+    for entry in archive.entries().ok()?.take(8) {
+        let entry = entry.ok()?;
+        if entry.path().is_ok_and(|path| path == name) {
+            let from = usize::try_from(entry.raw_file_position()).ok()?;
+            let bytes = usize::try_from(entry.size()).ok()?;
+            return start.get(from..from.checked_add(bytes)?);
+        }
+    }
+    None
+}
+
 /// Makes `<snapshot_dir>/checkpoint` from `<snapshot_dir>/fs/.ramet` if it is not there yet, and returns its path. Whoever needs it first does it:
 /// callers in other processes wait, and an unpacking that was killed is done anew.
 ///

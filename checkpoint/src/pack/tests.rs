@@ -81,6 +81,17 @@ fn packing_twice_gives_the_same_bytes_and_leaves_nothing() {
 }
 
 #[test]
+fn the_manifest_is_found_at_the_start_of_the_layer() {
+    let temporary = tempfile::tempdir().unwrap();
+    let made = write_checkpoint(temporary.path());
+    let tar = tar_of(temporary.path());
+    let json = manifest_in_tar(&tar[..8192]).unwrap();
+    assert_eq!(CheckpointManifest::from_json(json).unwrap().id, made.id);
+    assert_eq!(manifest_in_tar(&tar[..1500]), None);
+    assert_eq!(manifest_in_tar(b"no tar at all"), None);
+}
+
+#[test]
 fn zeros_cost_next_to_nothing() {
     let temporary = tempfile::tempdir().unwrap();
     write_checkpoint(temporary.path());
@@ -215,6 +226,18 @@ proptest! {
         fs::write(&path, bytes).unwrap();
         let message = refused(&snapshot);
         prop_assert!(message.contains(name), "{}", message);
+    }
+
+    #[test]
+    fn no_start_of_a_layer_makes_the_search_panic(noise in proptest::collection::vec(any::<u8>(), 0..2000), changes in proptest::collection::vec((0..1600_usize, any::<u8>()), 0..6)) {
+        let _ = manifest_in_tar(&noise);
+        let temporary = tempfile::tempdir().unwrap();
+        write_checkpoint(temporary.path());
+        let mut tar = tar_of(temporary.path());
+        for (place, value) in changes {
+            tar[place] = value;
+        }
+        let _ = manifest_in_tar(&tar);
     }
 
     /// Without the digest in the way, the parser meets every kind of nonsense: it must refuse it or stay within the file.
