@@ -27,6 +27,9 @@ const GUEST_MODULES: &[&str] = &[
     "virtio_net",
     "virtio-rng",
     "virtio_balloon",
+    // Lets the agent close a fork's inherited TCP connections.
+    "inet_diag",
+    "tcp_diag",
 ];
 /// Modules that the lab needs before it has its root filesystem.
 const LAB_MODULES: &[&str] = &["virtio_blk", "erofs", "overlay"];

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::workspace::{Workspace, say};
+use crate::workspace::{Workspace, list, say};
 
 /// The packages that build programs, and those programs.
 pub(crate) const PROGRAMS: &[(&str, &[&str])] = &[
@@ -58,6 +58,24 @@ pub(crate) fn tests(ws: &Workspace, package: &str, selection: &[&str]) -> Result
         bail!("the tests of package {package} do not build");
     }
     Ok(test_executables(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// The test program of a target that was built last, without asking Cargo.
+pub(crate) fn newest_test(ws: &Workspace, target: &str) -> Result<PathBuf> {
+    let mut newest = None;
+    for path in list(&ws.programs_dir().join("deps"))? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_test = name
+            .strip_prefix(target)
+            .is_some_and(|rest| rest.starts_with('-') && !rest.contains('.'));
+        if is_test {
+            let modified = path.metadata().and_then(|metadata| metadata.modified());
+            let modified = modified.with_context(|| format!("looking at {}", path.display()))?;
+            newest = newest.max(Some((modified, path)));
+        }
+    }
+    let (_, path) = newest.with_context(|| format!("the tests of {target} were never built"))?;
+    Ok(path)
 }
 
 /// The test programs in Cargo's JSON messages.

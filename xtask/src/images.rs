@@ -17,6 +17,9 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
+use crate::mirror;
+use crate::workspace::{Workspace, execute, make_dir, say};
+
 /// Debian suite of the Python image.
 const SUITE: &str = "trixie";
 /// What `localhost/python:1` is installed from; their dependencies come along.
@@ -28,20 +31,20 @@ const LEFT_PACKED: &str = "python3-urllib3 python3-idna python3-chardet python3-
 const BUSYBOX: &str = "/bin/busybox";
 
 /// Makes the images that are missing or out of date, and returns their tars.
-pub fn ensure(target: &Path) -> Result<Vec<PathBuf>> {
-    let directory = target.join("images");
-    fs::create_dir_all(&directory)?;
-    let recipe = Sha256::new_with_prefix(include_str!("images.rs")).chain_update(fs::read(BUSYBOX).with_context(
-        || format!("reading {BUSYBOX}; is the package busybox-static installed?"),
-    )?);
+pub(crate) fn build(ws: &Workspace) -> Result<Vec<PathBuf>> {
+    let directory = ws.target.join("images");
+    make_dir(&directory)?;
+    let recipe = Sha256::new_with_prefix(include_str!("images.rs")).chain_update(
+        fs::read(BUSYBOX).with_context(|| format!("reading {BUSYBOX}; is the package busybox-static installed?"))?,
+    );
     let recipe = hex(&recipe.finalize());
-    let build = |name: &str, make: fn(&mut OciTar) -> Result<()>| -> Result<PathBuf> {
+    let ensure = |name: &str, make: fn(&mut OciTar) -> Result<()>| -> Result<PathBuf> {
         let tar = directory.join(format!("{name}.tar"));
         let stamp = directory.join(format!("{name}.recipe"));
         if tar.exists() && fs::read_to_string(&stamp).is_ok_and(|made| made == recipe) {
             return Ok(tar);
         }
-        eprintln!("building test image {name}");
+        say(format!("building test image {name}"));
         let partial = directory.join(format!("{name}.tar.partial"));
         let mut oci = OciTar::create(&partial)?;
         make(&mut oci).with_context(|| format!("building image {name}"))?;
@@ -50,7 +53,7 @@ pub fn ensure(target: &Path) -> Result<Vec<PathBuf>> {
         fs::write(&stamp, &recipe)?;
         Ok(tar)
     };
-    Ok(vec![build("busybox", busybox)?, build("python", python)?])
+    Ok(vec![ensure("busybox", busybox)?, ensure("python", python)?])
 }
 
 fn busybox(oci: &mut OciTar) -> Result<()> {
@@ -95,8 +98,14 @@ fn busybox_layer() -> Result<Vec<u8>> {
     layer.file("etc/passwd", PASSWD.as_bytes(), 0o644)?;
     layer.file("etc/group", GROUP.as_bytes(), 0o644)?;
     layer.file("bin/busybox", &fs::read(BUSYBOX)?, 0o755)?;
-    let applets = Command::new(BUSYBOX).arg("--list").output().context("listing busybox's applets")?;
-    for applet in String::from_utf8(applets.stdout)?.lines().filter(|name| *name != "busybox") {
+    let applets = Command::new(BUSYBOX)
+        .arg("--list")
+        .output()
+        .context("listing busybox's applets")?;
+    for applet in String::from_utf8(applets.stdout)?
+        .lines()
+        .filter(|name| *name != "busybox")
+    {
         layer.link(&format!("bin/{applet}"), "busybox")?;
     }
     layer.finish()
@@ -112,11 +121,18 @@ fn python(oci: &mut OciTar) -> Result<()> {
         "mkdir -p \"$1/srv/packages\" && cd \"$1/srv/packages\" && \
          APT_CONFIG=$MMDEBSTRAP_APT_CONFIG apt-get -q -o APT::Sandbox::User=root download {LEFT_PACKED}"
     );
-    run(Command::new("mmdebstrap")
-        .args(["--quiet", "--mode=root", "--variant=extract", "--include", PYTHON_PACKAGES])
-        .args([&format!("--extract-hook={download}"), SUITE])
-        .arg(&root)
-        .arg(mirror()?))?;
+    let mirror = mirror::find()?;
+    let mut command = Command::new("mmdebstrap");
+    command.args([
+        "--quiet",
+        "--mode=root",
+        "--variant=extract",
+        "--include",
+        PYTHON_PACKAGES,
+    ]);
+    command.arg(format!("--extract-hook={download}"));
+    command.args(mirror.options.iter().map(|option| format!("--aptopt={option}")));
+    execute(command.arg(SUITE).arg(&root).arg(&mirror.uri))?;
     trim(&root)?;
     fs::write(root.join("etc/passwd"), PASSWD)?;
     fs::write(root.join("etc/group"), GROUP)?;
@@ -125,7 +141,7 @@ fn python(oci: &mut OciTar) -> Result<()> {
         let name = library.rsplit('/').next().unwrap_or_default();
         std::os::unix::fs::symlink(library, root.join("usr/lib/x86_64-linux-gnu").join(name))?;
     }
-    run(Command::new("chroot").arg(&root).args([
+    execute(Command::new("chroot").arg(&root).args([
         "/usr/bin/python3",
         "-m",
         "compileall",
@@ -135,7 +151,9 @@ fn python(oci: &mut OciTar) -> Result<()> {
         "/usr/lib/python3/dist-packages",
     ]))?;
     let is_python = |path: &str| {
-        path.starts_with("usr/lib/python3") || (path.starts_with("usr/bin/") && path.contains("python")) || path == "usr/bin/f2py"
+        path.starts_with("usr/lib/python3")
+            || (path.starts_with("usr/bin/") && path.contains("python"))
+            || path == "usr/bin/f2py"
     };
     let is_packages = |path: &str| path.starts_with("srv");
     let mut layers = Vec::new();
@@ -172,40 +190,11 @@ fn trim(root: &Path) -> Result<()> {
             _ => {}
         }
     }
-    run(Command::new("find")
-        .arg(root.join("usr/lib/python3/dist-packages/numpy"))
-        .args(["-depth", "-type", "d", "-name", "tests", "-exec", "rm", "-r", "{}", ";"]))
-}
-
-/// The Debian mirror of this host's own apt configuration, deb822 or one-line form.
-fn mirror() -> Result<String> {
-    let mut sources = vec![PathBuf::from("/etc/apt/sources.list")];
-    if let Ok(entries) = fs::read_dir("/etc/apt/sources.list.d") {
-        sources.extend(entries.flatten().map(|entry| entry.path()));
-    }
-    for file in sources {
-        let Ok(text) = fs::read_to_string(&file) else { continue };
-        for line in text.lines() {
-            let words = line.trim();
-            let candidates = words.strip_prefix("URIs:").or_else(|| words.strip_prefix("deb "));
-            let found = candidates
-                .into_iter()
-                .flat_map(str::split_whitespace)
-                .find(|word| word.starts_with("http") && word.trim_end_matches('/').ends_with("/debian"));
-            if let Some(uri) = found {
-                return Ok(uri.to_owned());
-            }
-        }
-    }
-    bail!("no Debian mirror in /etc/apt/sources.list or /etc/apt/sources.list.d")
-}
-
-fn run(command: &mut Command) -> Result<()> {
-    let output = command.output().with_context(|| format!("starting {:?}", command.get_program()))?;
-    if !output.status.success() {
-        bail!("{command:?}: {}\n{}", output.status, String::from_utf8_lossy(&output.stderr));
-    }
-    Ok(())
+    execute(
+        Command::new("find")
+            .arg(root.join("usr/lib/python3/dist-packages/numpy"))
+            .args(["-depth", "-type", "d", "-name", "tests", "-exec", "rm", "-r", "{}", ";"]),
+    )
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -218,7 +207,7 @@ struct Scratch(PathBuf);
 impl Scratch {
     fn create() -> Result<Self> {
         let path = std::env::temp_dir().join(format!("ramet-image-{}", std::process::id()));
-        fs::create_dir_all(&path)?;
+        make_dir(&path)?;
         Ok(Self(path))
     }
 }
@@ -296,7 +285,11 @@ fn collect(root: &Path, prefix: &str, keep: &dyn Fn(&str) -> bool, into: &mut Ve
     names.sort();
     let mut any = false;
     for name in names {
-        let path = if prefix.is_empty() { name } else { format!("{prefix}/{name}") };
+        let path = if prefix.is_empty() {
+            name
+        } else {
+            format!("{prefix}/{name}")
+        };
         let is_directory = fs::symlink_metadata(root.join(&path))?.is_dir();
         let place = into.len();
         into.push(path.clone());
@@ -337,7 +330,10 @@ struct OciTar {
 impl OciTar {
     fn create(path: &Path) -> Result<Self> {
         let file = fs::File::create(path).with_context(|| format!("creating {}", path.display()))?;
-        let mut oci = Self { tar: tar::Builder::new(file), manifests: Vec::new() };
+        let mut oci = Self {
+            tar: tar::Builder::new(file),
+            manifests: Vec::new(),
+        };
         oci.add_file("oci-layout", br#"{"imageLayoutVersion":"1.0.0"}"#)?;
         Ok(oci)
     }
@@ -350,7 +346,11 @@ impl OciTar {
     fn add_blob(&mut self, media_type: &'static str, content: &[u8]) -> Result<Blob> {
         let digest = hex(&Sha256::digest(content));
         self.add_file(&format!("blobs/sha256/{digest}"), content)?;
-        Ok(Blob { media_type, digest: format!("sha256:{digest}"), size: content.len() })
+        Ok(Blob {
+            media_type,
+            digest: format!("sha256:{digest}"),
+            size: content.len(),
+        })
     }
 
     fn add_image(&mut self, name: &str, layers: &[Blob], command: &[&str]) -> Result<()> {

@@ -150,7 +150,7 @@ fn kvm_problem() -> Option<String> {
 fn end_to_end_tests(ws: &Workspace, summary: &mut Summary) -> Result<()> {
     guest::build(ws, None)?;
     images::build(ws)?;
-    let mut job = lab::test_job(ws, &[])?;
+    let mut job = lab::test_job(ws, &[], false)?;
     job.timeout = Duration::from_secs(45 * 60);
     let before = (summary.passed, summary.failed);
     let outcome = lab::run(ws, &job)?;
