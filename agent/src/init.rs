@@ -62,6 +62,8 @@ pub fn main() {
 /// When a listener cannot be made or breaks.
 pub fn serve(doors: Doors) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    // PID 1 inherits orphans anyway; a container's init is one.
+    nix::sys::prctl::set_child_subreaper(true).context("become the parent of orphans")?;
     runtime.block_on(async {
         let agent = Arc::new(Agent::default());
         let mut children = signal(SignalKind::child()).context("watch for SIGCHLD")?;

@@ -1,0 +1,350 @@
+//! The agent with real containers, without a VM: `ramet-agent serve` on Unix sockets.
+//!
+//! Needs root, cgroup2 at /sys/fs/cgroup, a root directory that pivot_root can leave, and a static busybox; where one is
+//! missing (as on most development machines) the test says so and does nothing. The lab has all of them.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use protobuf::MessageField;
+use protobuf::well_known_types::any::Any;
+use protocol::containerd::api;
+use protocol::containerd::shim_async::TaskClient;
+use protocol::containerd::types::task::Status;
+use protocol::guest_ttrpc::GuestClient;
+use protocol::{StreamHeader, StreamKind, guest};
+use ttrpc::asynchronous::Client;
+use ttrpc::context::Context;
+
+/// A running agent and its directory.
+struct Agent {
+    process: Child,
+    directory: tempfile::TempDir,
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = std::fs::write("/sys/fs/cgroup/ramet/cgroup.kill", "1");
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Why this machine cannot run containers.
+fn missing() -> Option<&'static str> {
+    if !nix::unistd::geteuid().is_root() {
+        Some("not root")
+    } else if !Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+        Some("no cgroup2 at /sys/fs/cgroup")
+    } else if busybox().is_none() {
+        Some("no static busybox")
+    } else {
+        None
+    }
+}
+
+fn busybox() -> Option<PathBuf> {
+    ["/bin/busybox", "/usr/bin/busybox"].iter().map(PathBuf::from).find(|path| path.exists())
+}
+
+impl Agent {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().expect("a directory");
+        let process = Command::new(env!("CARGO_BIN_EXE_ramet-agent"))
+            .arg("serve")
+            .arg(directory.path())
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("the agent starts");
+        let agent = Self { process, directory };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !agent.path("streams.sock").exists() {
+            assert!(Instant::now() < deadline, "the agent does not listen");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        agent
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    async fn connect(&self) -> Client {
+        let address = format!("unix://{}", self.path("rpc.sock").display());
+        Client::connect(&address).await.expect("the agent accepts")
+    }
+
+    /// A bundle with a busybox root whose process is `args`.
+    fn bundle(&self, id: &str, args: &[&str], terminal: bool) -> String {
+        let bundle = self.path(id);
+        let root = bundle.join("rootfs");
+        for name in ["bin", "proc", "dev", "etc", "run", "tmp", "sys"] {
+            std::fs::create_dir_all(root.join(name)).expect("a directory");
+        }
+        std::fs::copy(busybox().expect("looked for before"), root.join("bin/busybox")).expect("a file");
+        for name in ["sh", "cat", "echo", "sleep", "seq", "stty", "true", "tr", "hostname"] {
+            symlink("busybox", root.join("bin").join(name)).expect("a link");
+        }
+        std::fs::write(root.join("etc/machine-id"), "old\n").expect("a file");
+        let spec = serde_json::json!({
+            "ociVersion": "1.1.0",
+            "root": {"path": root, "readonly": false},
+            "hostname": id,
+            "process": process(args, terminal),
+            "mounts": [
+                {"destination": "/proc", "type": "proc", "source": "proc"},
+                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=65536k"]},
+                {"destination": "/dev/pts", "type": "devpts", "source": "devpts",
+                 "options": ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]},
+            ],
+            "linux": {
+                "cgroupsPath": format!("/ramet/{id}"),
+                "namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}, {"type": "cgroup"}],
+            },
+        });
+        std::fs::write(bundle.join("config.json"), spec.to_string()).expect("a file");
+        bundle.to_str().expect("utf-8").to_owned()
+    }
+
+    fn attach(&self, container_id: &str, exec_id: &str, stream: StreamKind) -> UnixStream {
+        let mut connection = UnixStream::connect(self.path("streams.sock")).expect("the agent accepts");
+        let header = StreamHeader { container_id: container_id.into(), exec_id: exec_id.into(), stream };
+        writeln!(connection, "{}", serde_json::to_string(&header).expect("plain data")).expect("it is read");
+        let mut answer = Vec::new();
+        while answer.last() != Some(&b'\n') {
+            let mut byte = [0];
+            connection.read_exact(&mut byte).expect("an answer");
+            answer.push(byte[0]);
+        }
+        assert_eq!(String::from_utf8_lossy(&answer), "ok\n");
+        connection
+    }
+}
+
+fn process(args: &[&str], terminal: bool) -> serde_json::Value {
+    serde_json::json!({
+        "terminal": terminal,
+        "user": {"uid": 0, "gid": 0},
+        "args": args,
+        "env": ["PATH=/bin", "GREETING=hello"],
+        "cwd": "/",
+        "noNewPrivileges": true,
+    })
+}
+
+fn ctx() -> Context {
+    ttrpc::context::with_duration(Duration::from_secs(60))
+}
+
+fn create_request(id: &str, bundle: String, terminal: bool) -> api::CreateTaskRequest {
+    api::CreateTaskRequest {
+        id: id.into(),
+        bundle,
+        terminal,
+        stdin: "in".into(),
+        stdout: "out".into(),
+        stderr: if terminal { String::new() } else { "err".into() },
+        ..Default::default()
+    }
+}
+
+fn message(error: &ttrpc::Error) -> &str {
+    match error {
+        ttrpc::Error::RpcStatus(status) => &status.message,
+        other => panic!("not an answer: {other}"),
+    }
+}
+
+async fn read_all(mut stream: UnixStream) -> String {
+    tokio::task::spawn_blocking(move || {
+        let mut text = String::new();
+        stream.read_to_string(&mut text).expect("text");
+        text
+    })
+    .await
+    .expect("the thread does not panic")
+}
+
+/// Runs the cases one after the other: they share the control groups of the machine.
+#[test]
+fn real_containers() {
+    if let Some(missing) = missing() {
+        eprintln!("skipped: {missing}");
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(async {
+        let agent = Agent::start();
+        let client = agent.connect().await;
+        let task = TaskClient::new(client.clone());
+        output_and_exit(&agent, &task).await;
+        stdin_and_exec(&agent, &task).await;
+        many_lines(&agent, &task).await;
+        errors(&agent, &task).await;
+        terminal(&agent, &task).await;
+        quiesce_and_thaw(&agent, &task, client).await;
+    });
+}
+
+async fn output_and_exit(agent: &Agent, task: &TaskClient) {
+    let started = Instant::now();
+    let bundle = agent.bundle("out", &["sh", "-c", "echo $GREETING; echo oops >&2; exit 3"], false);
+    let pid = task.create(ctx(), &create_request("out", bundle, false)).await.expect("created").pid;
+    assert!(pid > 1);
+    let (out, err) = (agent.attach("out", "", StreamKind::Stdout), agent.attach("out", "", StreamKind::Stderr));
+    task.start(ctx(), &api::StartRequest { id: "out".into(), ..Default::default() }).await.expect("started");
+    assert_eq!(read_all(out).await, "hello\n");
+    assert_eq!(read_all(err).await, "oops\n");
+    let exit = task.wait(ctx(), &api::WaitRequest { id: "out".into(), ..Default::default() }).await.expect("waited");
+    assert_eq!(exit.exit_status, 3);
+    let state = task.state(ctx(), &api::StateRequest { id: "out".into(), ..Default::default() }).await.expect("known");
+    assert_eq!((state.status.enum_value_or_default(), state.exit_status), (Status::STOPPED, 3));
+    delete(task, "out", "").await;
+    assert!(!Path::new("/sys/fs/cgroup/ramet/out").exists());
+    eprintln!("output_and_exit: {:?}", started.elapsed());
+}
+
+async fn delete(task: &TaskClient, id: &str, exec_id: &str) {
+    let request = api::DeleteRequest { id: id.into(), exec_id: exec_id.into(), ..Default::default() };
+    task.delete(ctx(), &request).await.expect("deleted");
+}
+
+async fn kill(task: &TaskClient, id: &str) {
+    let request = api::KillRequest { id: id.into(), signal: 9, all: true, ..Default::default() };
+    task.kill(ctx(), &request).await.expect("killed");
+    let exit = task.wait(ctx(), &api::WaitRequest { id: id.into(), ..Default::default() }).await.expect("waited");
+    assert_eq!(exit.exit_status, 137);
+}
+
+async fn exec(agent: &Agent, task: &TaskClient, id: &str, exec_id: &str, args: &[&str]) -> ttrpc::Result<UnixStream> {
+    let spec = Any { value: process(args, false).to_string().into_bytes(), ..Default::default() };
+    let request = api::ExecProcessRequest {
+        id: id.into(),
+        exec_id: exec_id.into(),
+        stdin: "in".into(),
+        stdout: "out".into(),
+        spec: MessageField::some(spec),
+        ..Default::default()
+    };
+    task.exec(ctx(), &request).await?;
+    let out = agent.attach(id, exec_id, StreamKind::Stdout);
+    task.start(ctx(), &api::StartRequest { id: id.into(), exec_id: exec_id.into(), ..Default::default() }).await?;
+    Ok(out)
+}
+
+async fn stdin_and_exec(agent: &Agent, task: &TaskClient) {
+    let bundle = agent.bundle("cat", &["cat"], false);
+    task.create(ctx(), &create_request("cat", bundle, false)).await.expect("created");
+    task.start(ctx(), &api::StartRequest { id: "cat".into(), ..Default::default() }).await.expect("started");
+
+    let started = Instant::now();
+    let out = exec(agent, task, "cat", "e1", &["sh", "-c", "echo exec $$; exit 4"]).await.expect("started");
+    assert!(read_all(out).await.starts_with("exec "));
+    let wait = api::WaitRequest { id: "cat".into(), exec_id: "e1".into(), ..Default::default() };
+    assert_eq!(task.wait(ctx(), &wait).await.expect("waited").exit_status, 4);
+    delete(task, "cat", "e1").await;
+    eprintln!("exec: {:?}", started.elapsed());
+
+    let error = exec(agent, task, "cat", "e2", &["nosuch"]).await.expect_err("there is no such program");
+    assert_eq!(message(&error), "exec: \"nosuch\": executable file not found in $PATH");
+    delete(task, "cat", "e2").await;
+
+    let (mut stdin, out) = (agent.attach("cat", "", StreamKind::Stdin), agent.attach("cat", "", StreamKind::Stdout));
+    stdin.write_all(b"through").expect("it is read");
+    stdin.shutdown(std::net::Shutdown::Write).expect("a socket");
+    assert_eq!(read_all(out).await, "through");
+    let exit = task.wait(ctx(), &api::WaitRequest { id: "cat".into(), ..Default::default() }).await.expect("waited");
+    assert_eq!(exit.exit_status, 0);
+    delete(task, "cat", "").await;
+}
+
+async fn many_lines(agent: &Agent, task: &TaskClient) {
+    let bundle = agent.bundle("lines", &["seq", "200000"], false);
+    task.create(ctx(), &create_request("lines", bundle, false)).await.expect("created");
+    let out = agent.attach("lines", "", StreamKind::Stdout);
+    task.start(ctx(), &api::StartRequest { id: "lines".into(), ..Default::default() }).await.expect("started");
+    let text = read_all(out).await;
+    assert_eq!(text.lines().count(), 200_000);
+    assert!(text.ends_with("\n200000\n"));
+    task.wait(ctx(), &api::WaitRequest { id: "lines".into(), ..Default::default() }).await.expect("waited");
+    delete(task, "lines", "").await;
+}
+
+async fn errors(agent: &Agent, task: &TaskClient) {
+    let bundle = agent.bundle("bad", &["nosuch"], false);
+    let error = task.create(ctx(), &create_request("bad", bundle, false)).await.expect_err("no such program");
+    assert_eq!(message(&error), "exec: \"nosuch\": executable file not found in $PATH");
+    let bundle = agent.bundle("bad2", &["/etc/machine-id"], false);
+    let error = task.create(ctx(), &create_request("bad2", bundle, false)).await.expect_err("not executable");
+    assert_eq!(message(&error), "exec: \"/etc/machine-id\": permission denied");
+    // Nothing is left: the id can be used again.
+    std::fs::remove_dir_all(agent.path("bad")).expect("the bundle is ours");
+    let bundle = agent.bundle("bad", &["true"], false);
+    task.create(ctx(), &create_request("bad", bundle, false)).await.expect("the id is free again");
+    delete(task, "bad", "").await;
+}
+
+async fn terminal(agent: &Agent, task: &TaskClient) {
+    let bundle = agent.bundle("tty", &["sh", "-c", "stty size; read x; echo got $x"], true);
+    task.create(ctx(), &create_request("tty", bundle, true)).await.expect("created");
+    let resize = api::ResizePtyRequest { id: "tty".into(), width: 132, height: 43, ..Default::default() };
+    task.resize_pty(ctx(), &resize).await.expect("resized");
+    let (mut stdin, out) = (agent.attach("tty", "", StreamKind::Stdin), agent.attach("tty", "", StreamKind::Stdout));
+    task.start(ctx(), &api::StartRequest { id: "tty".into(), ..Default::default() }).await.expect("started");
+    stdin.write_all(b"word\n").expect("it is read");
+    let text = read_all(out).await;
+    assert!(text.contains("43 132"), "{text:?}");
+    assert!(text.contains("got word"), "{text:?}");
+    task.wait(ctx(), &api::WaitRequest { id: "tty".into(), ..Default::default() }).await.expect("waited");
+    delete(task, "tty", "").await;
+}
+
+async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
+    let script = "i=0; while true; do i=$((i+1)); echo $i; sleep 0.01; done";
+    let bundle = agent.bundle("count", &["sh", "-c", script], false);
+    task.create(ctx(), &create_request("count", bundle, false)).await.expect("created");
+    task.start(ctx(), &api::StartRequest { id: "count".into(), ..Default::default() }).await.expect("started");
+    let out = agent.attach("count", "", StreamKind::Stdout);
+    let mut lines = BufReader::new(out).lines();
+    assert_eq!(lines.next().expect("a line").expect("text"), "1");
+
+    let stats = task.stats(ctx(), &api::StatsRequest { id: "count".into(), ..Default::default() }).await.expect("stats");
+    assert_eq!(stats.stats.type_url, "io.containerd.cgroups.v2.Metrics");
+    task.pause(ctx(), &api::PauseRequest { id: "count".into(), ..Default::default() }).await.expect("paused");
+    task.resume(ctx(), &api::ResumeRequest { id: "count".into(), ..Default::default() }).await.expect("resumed");
+
+    let ours = GuestClient::new(client);
+    let quiesced = ours.quiesce(ctx(), &guest::QuiesceRequest::new()).await.expect("quiesced");
+    assert_eq!(quiesced.containers.len(), 1);
+    assert!(!quiesced.containers[0].pids.is_empty());
+    assert!(ours.info(ctx(), &guest::InfoRequest::new()).await.expect("info").renew_required);
+
+    let stranger = GuestClient::new(agent.connect().await);
+    let refused = stranger.thaw(ctx(), &guest::ThawRequest::new()).await;
+    assert!(refused.is_err(), "another connection must renew first");
+    ours.thaw(ctx(), &guest::ThawRequest::new()).await.expect("thawed");
+    let mut last = 1;
+    for _ in 0..20 {
+        let line: u32 = lines.next().expect("a line").expect("text").parse().expect("a number");
+        assert_eq!(line, last + 1, "nothing is lost or repeated");
+        last = line;
+    }
+
+    // Fresh: the old processes die without running on.
+    ours.quiesce(ctx(), &guest::QuiesceRequest::new()).await.expect("quiesced");
+    let kill_all = guest::ThawRequest { kill_containers: vec!["count".into()], ..Default::default() };
+    ours.thaw(ctx(), &kill_all).await.expect("thawed");
+    let exit = task.wait(ctx(), &api::WaitRequest { id: "count".into(), ..Default::default() }).await.expect("waited");
+    assert_eq!(exit.exit_status, 137);
+    delete(task, "count", "").await;
+
+    let bundle = agent.bundle("sleep", &["sleep", "1000"], false);
+    task.create(ctx(), &create_request("sleep", bundle, false)).await.expect("created");
+    task.start(ctx(), &api::StartRequest { id: "sleep".into(), ..Default::default() }).await.expect("started");
+    kill(task, "sleep").await;
+    delete(task, "sleep", "").await;
+}
