@@ -6,8 +6,8 @@
 //! it ends with its holder; the image is renamed into place when it and its digest are on disk, so a file under the final name is whole.
 //!
 //! Two nodes that unpack the same OCI layer must get the same bytes, because a checkpoint's guest kernel remembers where its files are:
-//! UUID and build time are fixed, nothing is compressed, and directories that the layer's tar does not mention (their time is when
-//! they were unpacked) get the time zero. Extended attributes are stored in the order in which the host's filesystem lists them, so
+//! UUID and build time are fixed, nothing is compressed, and whiteouts and directories that the layer's tar does not mention (their time
+//! is when they were unpacked) get the time zero. Extended attributes are stored in the order in which the host's filesystem lists them, so
 //! a file with two or more of them may differ between nodes. So may images made by different releases of mkfs.erofs.
 
 #[expect(
@@ -19,6 +19,7 @@ mod tool;
 
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::AT_FDCWD;
@@ -315,32 +316,39 @@ fn hex(bytes: &[u8]) -> String {
         })
 }
 
-/// Gives the time zero to directories that are newer than their own making. Unpacking sets the time of each directory that the layer's
-/// tar names, which is older; the others (often the root) keep the time of unpacking, which no other node shares.
+/// Gives the time zero to whiteouts, and to directories that are newer than their own making. Unpacking sets the time of what the
+/// layer's tar names, which is older; the others (often the root) keep the time of unpacking, which no other node shares.
 fn zero_implied_times(root: &Path) -> Result<(), LayerError> {
     let mut pending = vec![root.to_owned()];
     while let Some(dir) = pending.pop() {
         for entry in fs::read_dir(&dir).map_err(io_error("list", &dir))? {
             let entry = entry.map_err(io_error("list", &dir))?;
-            if entry.file_type().map_err(io_error("look at", &dir))?.is_dir() {
+            let kind = entry.file_type().map_err(io_error("look at", &dir))?;
+            if kind.is_dir() {
                 pending.push(entry.path());
+            } else if kind.is_char_device() && entry.metadata().is_ok_and(|meta| meta.rdev() == 0) {
+                zero_time(&entry.path())?;
             }
         }
         let meta = fs::symlink_metadata(&dir).map_err(io_error("look at", &dir))?;
         if let (Ok(born), Ok(modified)) = (meta.created(), meta.modified())
             && modified >= born
         {
-            utimensat(
-                AT_FDCWD,
-                &dir,
-                &TimeSpec::UTIME_OMIT,
-                &TimeSpec::new(0, 0),
-                UtimensatFlags::NoFollowSymlink,
-            )
-            .map_err(|e| io_error("set the time of", &dir)(e.into()))?;
+            zero_time(&dir)?;
         }
     }
     Ok(())
+}
+
+fn zero_time(path: &Path) -> Result<(), LayerError> {
+    utimensat(
+        AT_FDCWD,
+        path,
+        &TimeSpec::UTIME_OMIT,
+        &TimeSpec::new(0, 0),
+        UtimensatFlags::NoFollowSymlink,
+    )
+    .map_err(|e| io_error("set the time of", path)(e.into()))
 }
 
 /// Arguments that make equal trees equal images. Files keep their own times.

@@ -32,9 +32,13 @@ impl Background {
         let (trash, requests) = sync_channel(1);
         let background = Self { committed, trash };
         let worker = Arc::clone(store);
-        thread::Builder::new().name("layers".to_owned()).spawn(move || derive_all(&worker, &queue))?;
+        thread::Builder::new()
+            .name("layers".to_owned())
+            .spawn(move || derive_all(&worker, &queue))?;
         let worker = Arc::clone(store);
-        thread::Builder::new().name("trash".to_owned()).spawn(move || delete_all(&worker, &requests))?;
+        thread::Builder::new()
+            .name("trash".to_owned())
+            .spawn(move || delete_all(&worker, &requests))?;
         background.removed();
         match store.unfinished() {
             Ok(left) => left.into_iter().for_each(|snapshot| background.committed(snapshot)),
@@ -82,7 +86,11 @@ fn derive(store: &Store, snapshot: &Committed) {
         Ok(()) => tracing::info!(name, directory = %snapshot.dir.display(), "ready for a VM"),
         // A snapshot that was removed meanwhile fails too, and matters to nobody.
         Err(_) if store.stat(name).is_err() => return,
-        Err(error) => tracing::error!(name, error = chain_text(&*error), "not ready for a VM, its shim will try again"),
+        Err(error) => tracing::error!(
+            name,
+            error = chain_text(&*error),
+            "not ready for a VM, its shim will try again"
+        ),
     }
     if let Err(error) = store.recount(name)
         && store.stat(name).is_ok()

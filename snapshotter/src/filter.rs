@@ -45,13 +45,21 @@ impl Filters {
     /// # Errors
     /// The first one that cannot be understood.
     pub fn parse(filters: &[String]) -> Result<Self, FilterError> {
-        filters.iter().map(|text| parse_filter(text)).collect::<Result<_, _>>().map(Self)
+        filters
+            .iter()
+            .map(|text| parse_filter(text))
+            .collect::<Result<_, _>>()
+            .map(Self)
     }
 
     /// Whether one of them matches.
     #[must_use]
     pub fn match_info(&self, info: &Info) -> bool {
-        self.0.is_empty() || self.0.iter().any(|filter| filter.iter().all(|selector| selector.matches(info)))
+        self.0.is_empty()
+            || self
+                .0
+                .iter()
+                .any(|filter| filter.iter().all(|selector| selector.matches(info)))
     }
 }
 
@@ -82,7 +90,10 @@ fn field<'a>(info: &'a Info, path: &[String]) -> Option<&'a str> {
 }
 
 fn parse_filter(text: &str) -> Result<Vec<Selector>, FilterError> {
-    let fail = |what| FilterError { filter: text.to_owned(), what };
+    let fail = |what| FilterError {
+        filter: text.to_owned(),
+        what,
+    };
     let mut chars = text.chars().peekable();
     let mut selectors = Vec::new();
     if text.is_empty() {
@@ -104,7 +115,12 @@ fn parse_selector(chars: &mut Peekable<Chars<'_>>) -> Result<Selector, &'static 
         path.push(field_part(chars)?);
     }
     let operator = match chars.peek() {
-        None | Some(',') => return Ok(Selector { field: path, test: Test::Present }),
+        None | Some(',') => {
+            return Ok(Selector {
+                field: path,
+                test: Test::Present,
+            });
+        }
         Some('=' | '!' | '~') => chars.next(),
         Some(_) => return Err("an operator is missing"),
     };
@@ -114,7 +130,10 @@ fn parse_selector(chars: &mut Peekable<Chars<'_>>) -> Result<Selector, &'static 
         Some('=') => Test::Equal(text),
         Some('!') => Test::NotEqual(text),
         _ => Test::Matches(
-            RegexBuilder::new(&text).size_limit(REGEX_BYTES).build().map_err(|_| "a regular expression is malformed")?,
+            RegexBuilder::new(&text)
+                .size_limit(REGEX_BYTES)
+                .build()
+                .map_err(|_| "a regular expression is malformed")?,
         ),
     };
     Ok(Selector { field: path, test })
@@ -128,7 +147,11 @@ fn field_part(chars: &mut Peekable<Chars<'_>>) -> Result<String, &'static str> {
     while let Some(c) = chars.next_if(|c| c.is_alphanumeric() || *c == '_') {
         part.push(c);
     }
-    if part.is_empty() { Err("a field is missing") } else { Ok(part) }
+    if part.is_empty() {
+        Err("a field is missing")
+    } else {
+        Ok(part)
+    }
 }
 
 fn value(chars: &mut Peekable<Chars<'_>>) -> Result<String, &'static str> {
@@ -151,7 +174,11 @@ fn value(chars: &mut Peekable<Chars<'_>>) -> Result<String, &'static str> {
             while let Some(c) = chars.next_if(|c| *c != ',') {
                 text.push(c);
             }
-            if text.is_empty() { Err("a value is missing") } else { Ok(text) }
+            if text.is_empty() {
+                Err("a value is missing")
+            } else {
+                Ok(text)
+            }
         }
     }
 }
@@ -183,8 +210,14 @@ fn escape(chars: &mut Peekable<Chars<'_>>) -> Result<char, &'static str> {
     };
     let mut code = 0_u32;
     for _ in 0..digits {
-        let digit = chars.next().and_then(|c| c.to_digit(16)).ok_or("an escape is malformed")?;
-        code = code.checked_mul(16).and_then(|c| c.checked_add(digit)).ok_or("an escape is malformed")?;
+        let digit = chars
+            .next()
+            .and_then(|c| c.to_digit(16))
+            .ok_or("an escape is malformed")?;
+        code = code
+            .checked_mul(16)
+            .and_then(|c| c.checked_add(digit))
+            .ok_or("an escape is malformed")?;
     }
     char::from_u32(code).ok_or("an escape is malformed")
 }
@@ -219,8 +252,12 @@ mod tests {
     #[test]
     fn the_forms_that_containerd_sends() {
         assert!(matches(&[]));
-        assert!(matches(&["labels.\"containerd.io/snapshot.ref\"==sha256:ab,parent==\"default/1/sha256:aa\""]));
-        assert!(!matches(&["labels.\"containerd.io/snapshot.ref\"==sha256:ab,parent==other"]));
+        assert!(matches(&[
+            "labels.\"containerd.io/snapshot.ref\"==sha256:ab,parent==\"default/1/sha256:aa\""
+        ]));
+        assert!(!matches(&[
+            "labels.\"containerd.io/snapshot.ref\"==sha256:ab,parent==other"
+        ]));
         assert!(matches(&["parent==other", "kind==committed"]));
         assert!(matches(&["labels.foo"]));
         assert!(!matches(&["labels.bar"]));
@@ -233,7 +270,18 @@ mod tests {
 
     #[test]
     fn malformed_filters_are_refused() {
-        for bad in ["=", "name=", "name=x", "name==", "name==\"x", "name~=(", ",", "name,", "labels.", "name==\"\\q\""] {
+        for bad in [
+            "=",
+            "name=",
+            "name=x",
+            "name==",
+            "name==\"x",
+            "name~=(",
+            ",",
+            "name,",
+            "labels.",
+            "name==\"\\q\"",
+        ] {
             assert!(Filters::parse(&[bad.to_owned()]).is_err(), "{bad}");
         }
     }

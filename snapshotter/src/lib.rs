@@ -18,7 +18,11 @@ pub mod filter;
 mod metadata;
 pub mod mounts;
 #[allow(warnings, clippy::all, clippy::pedantic)]
-#[allow(clippy::allow_attributes, clippy::allow_attributes_without_reason, reason = "generated code")]
+#[allow(
+    clippy::allow_attributes,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code"
+)]
 pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/containerd.rs"));
 }

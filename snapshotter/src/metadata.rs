@@ -133,7 +133,10 @@ pub(crate) struct Metadata {
 
 impl Metadata {
     pub(crate) fn open(path: &Path) -> Result<Self, MetadataError> {
-        let db = Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(database)?;
+        let db = Database::builder()
+            .set_cache_size(CACHE_BYTES)
+            .create(path)
+            .map_err(database)?;
         let this = Self { db };
         this.write(|_| Ok::<_, MetadataError>(()))?; // makes the tables
         Ok(this)
@@ -185,7 +188,11 @@ impl Metadata {
     }
 
     fn snapshots(&self) -> Result<redb::ReadOnlyTable<&'static str, &'static [u8]>, MetadataError> {
-        self.db.begin_read().map_err(database)?.open_table(SNAPSHOTS).map_err(database)
+        self.db
+            .begin_read()
+            .map_err(database)?
+            .open_table(SNAPSHOTS)
+            .map_err(database)
     }
 }
 
@@ -206,15 +213,22 @@ impl Tables<'_> {
     }
 
     pub(crate) fn next_id(&mut self) -> Result<u64, MetadataError> {
-        let next = self.counters.get(LAST_ID).map_err(database)?.map_or(0, |last| last.value()) + 1;
+        let next = self
+            .counters
+            .get(LAST_ID)
+            .map_err(database)?
+            .map_or(0, |last| last.value())
+            + 1;
         self.counters.insert(LAST_ID, next).map_err(database)?;
         Ok(next)
     }
 
     /// Adds or replaces a record under a name; its parent must stay the same when it is replaced.
     pub(crate) fn put(&mut self, name: &str, record: &Record) -> Result<(), MetadataError> {
-        let bytes = serde_json::to_vec(record)
-            .map_err(|source| MetadataError::Row { name: name.to_owned(), source })?;
+        let bytes = serde_json::to_vec(record).map_err(|source| MetadataError::Row {
+            name: name.to_owned(),
+            source,
+        })?;
         self.snapshots.insert(name, bytes.as_slice()).map_err(database)?;
         if let Some(parent) = &record.parent {
             self.children.insert((parent.as_str(), name), ()).map_err(database)?;
@@ -240,10 +254,7 @@ impl Tables<'_> {
     }
 }
 
-fn get(
-    table: &impl ReadableTable<&'static str, &'static [u8]>,
-    name: &str,
-) -> Result<Option<Record>, MetadataError> {
+fn get(table: &impl ReadableTable<&'static str, &'static [u8]>, name: &str) -> Result<Option<Record>, MetadataError> {
     match table.get(name).map_err(database)? {
         None => Ok(None),
         Some(bytes) => decode(name, bytes.value()).map(Some),
@@ -263,5 +274,8 @@ fn chain(table: &impl ReadableTable<&'static str, &'static [u8]>, name: &str) ->
 }
 
 fn decode(name: &str, bytes: &[u8]) -> Result<Record, MetadataError> {
-    serde_json::from_slice(bytes).map_err(|source| MetadataError::Row { name: name.to_owned(), source })
+    serde_json::from_slice(bytes).map_err(|source| MetadataError::Row {
+        name: name.to_owned(),
+        source,
+    })
 }

@@ -32,13 +32,21 @@ pub(crate) fn for_snapshot(kind: Kind, dir: &Path, lowers: &[PathBuf]) -> Mount 
             options.push(format!("workdir={}", dir.join("work").display()));
             options.push(format!("upperdir={}", own.display()));
             options.push(lower_option(lowers));
-            Mount { kind: "overlay", source: dir.display().to_string(), options }
+            Mount {
+                kind: "overlay",
+                source: dir.display().to_string(),
+                options,
+            }
         }
         (_, [only]) => bind(only, "ro"),
         (_, _) => {
             let mut options = overlay_options();
             options.push(lower_option(lowers));
-            Mount { kind: "overlay", source: "overlay".to_owned(), options }
+            Mount {
+                kind: "overlay",
+                source: "overlay".to_owned(),
+                options,
+            }
         }
     }
 }
@@ -87,7 +95,10 @@ mod tests {
         let active = mount(Kind::Active, &["/b", "/a"]);
         assert_eq!((active.kind, active.source.as_str()), ("overlay", "/r/snapshots/9"));
         let options = active.options.join(",");
-        assert!(options.ends_with("workdir=/r/snapshots/9/work,upperdir=/r/snapshots/9/fs,lowerdir=/b:/a"), "{options}");
+        assert!(
+            options.ends_with("workdir=/r/snapshots/9/work,upperdir=/r/snapshots/9/fs,lowerdir=/b:/a"),
+            "{options}"
+        );
     }
 
     #[test]

@@ -41,10 +41,12 @@ pub async fn serve(store: Arc<Store>, address: &Path, stop: impl Future<Output =
     tracing::info!(address = %address.display(), "serving");
     let (stopped, stopping) = tokio::sync::oneshot::channel::<()>();
     let service = SnapshotsServer::new(Service { store, background });
-    let server = tonic::transport::Server::builder().add_service(service).serve_with_incoming_shutdown(incoming, async {
-        stop.await;
-        drop(stopped);
-    });
+    let server = tonic::transport::Server::builder()
+        .add_service(service)
+        .serve_with_incoming_shutdown(incoming, async {
+            stop.await;
+            drop(stopped);
+        });
     let deadline = async {
         let _ = stopping.await;
         tokio::time::sleep(GRACE).await;
@@ -115,7 +117,10 @@ fn info_message(info: metadata::Info) -> api::Info {
 }
 
 fn time_message(time: Time) -> prost_types::Timestamp {
-    prost_types::Timestamp { seconds: time.seconds, nanos: time.nanos }
+    prost_types::Timestamp {
+        seconds: time.seconds,
+        nanos: time.nanos,
+    }
 }
 
 type ListStream = tokio_stream::Iter<std::vec::IntoIter<Result<api::ListSnapshotsResponse, Status>>>;
@@ -130,7 +135,9 @@ impl Snapshots for Service {
         let mounts = self
             .run(move |store| store.prepare(metadata::Kind::Active, &ask.key, &ask.parent, ask.labels))
             .await?;
-        Ok(Response::new(api::PrepareSnapshotResponse { mounts: mounts_message(mounts) }))
+        Ok(Response::new(api::PrepareSnapshotResponse {
+            mounts: mounts_message(mounts),
+        }))
     }
 
     async fn view(
@@ -138,20 +145,27 @@ impl Snapshots for Service {
         request: Request<api::ViewSnapshotRequest>,
     ) -> Result<Response<api::ViewSnapshotResponse>, Status> {
         let ask = request.into_inner();
-        let mounts =
-            self.run(move |store| store.prepare(metadata::Kind::View, &ask.key, &ask.parent, ask.labels)).await?;
-        Ok(Response::new(api::ViewSnapshotResponse { mounts: mounts_message(mounts) }))
+        let mounts = self
+            .run(move |store| store.prepare(metadata::Kind::View, &ask.key, &ask.parent, ask.labels))
+            .await?;
+        Ok(Response::new(api::ViewSnapshotResponse {
+            mounts: mounts_message(mounts),
+        }))
     }
 
     async fn mounts(&self, request: Request<api::MountsRequest>) -> Result<Response<api::MountsResponse>, Status> {
         let key = request.into_inner().key;
         let mounts = self.run(move |store| store.mounts(&key)).await?;
-        Ok(Response::new(api::MountsResponse { mounts: mounts_message(mounts) }))
+        Ok(Response::new(api::MountsResponse {
+            mounts: mounts_message(mounts),
+        }))
     }
 
     async fn commit(&self, request: Request<api::CommitSnapshotRequest>) -> Result<Response<()>, Status> {
         let ask = request.into_inner();
-        let committed = self.run(move |store| store.commit(&ask.name, &ask.key, ask.labels)).await?;
+        let committed = self
+            .run(move |store| store.commit(&ask.name, &ask.key, ask.labels))
+            .await?;
         self.background.committed(committed);
         Ok(Response::new(()))
     }
@@ -169,7 +183,9 @@ impl Snapshots for Service {
     ) -> Result<Response<api::StatSnapshotResponse>, Status> {
         let key = request.into_inner().key;
         let info = self.run(move |store| store.stat(&key)).await?;
-        Ok(Response::new(api::StatSnapshotResponse { info: Some(info_message(info)) }))
+        Ok(Response::new(api::StatSnapshotResponse {
+            info: Some(info_message(info)),
+        }))
     }
 
     async fn update(
@@ -177,10 +193,16 @@ impl Snapshots for Service {
         request: Request<api::UpdateSnapshotRequest>,
     ) -> Result<Response<api::UpdateSnapshotResponse>, Status> {
         let ask = request.into_inner();
-        let info = ask.info.ok_or_else(|| Status::invalid_argument("an update needs the snapshot's info"))?;
+        let info = ask
+            .info
+            .ok_or_else(|| Status::invalid_argument("an update needs the snapshot's info"))?;
         let paths = ask.update_mask.map(|mask| mask.paths).unwrap_or_default();
-        let info = self.run(move |store| store.update(&info.name, info.labels, &paths)).await?;
-        Ok(Response::new(api::UpdateSnapshotResponse { info: Some(info_message(info)) }))
+        let info = self
+            .run(move |store| store.update(&info.name, info.labels, &paths))
+            .await?;
+        Ok(Response::new(api::UpdateSnapshotResponse {
+            info: Some(info_message(info)),
+        }))
     }
 
     type ListStream = ListStream;
@@ -193,7 +215,11 @@ impl Snapshots for Service {
         // Collected before the first message: the receiver may call us while it reads.
         let messages: Vec<_> = infos
             .chunks(BATCH)
-            .map(|batch| Ok(api::ListSnapshotsResponse { info: batch.iter().cloned().map(info_message).collect() }))
+            .map(|batch| {
+                Ok(api::ListSnapshotsResponse {
+                    info: batch.iter().cloned().map(info_message).collect(),
+                })
+            })
             .collect();
         Ok(Response::new(tokio_stream::iter(messages)))
     }
@@ -202,7 +228,10 @@ impl Snapshots for Service {
         let key = request.into_inner().key;
         let usage = self.run(move |store| store.usage(&key)).await?;
         let clamp = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
-        Ok(Response::new(api::UsageResponse { size: clamp(usage.bytes), inodes: clamp(usage.inodes) }))
+        Ok(Response::new(api::UsageResponse {
+            size: clamp(usage.bytes),
+            inodes: clamp(usage.inodes),
+        }))
     }
 
     async fn cleanup(&self, _: Request<api::CleanupRequest>) -> Result<Response<()>, Status> {

@@ -15,12 +15,16 @@ pub fn parse(text: &str) -> Result<u64, String> {
         Some('T') => (&text[..text.len() - 1], 40),
         _ => (text, 0),
     };
-    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a number with an optional K, M, G or T"))?;
-    let bytes = number.checked_mul(1 << shift).unwrap_or(u64::MAX);
+    let number: u64 = digits
+        .parse()
+        .map_err(|_| format!("{text:?} is not a number with an optional K, M, G or T"))?;
+    let bytes = number.saturating_mul(1 << shift);
     if (MIN_WRITABLE_BYTES..=MAX_BYTES).contains(&bytes) && bytes.is_multiple_of(BLOCK_SIZE) {
         Ok(bytes)
     } else {
-        Err(format!("multiples of {BLOCK_SIZE} from {MIN_WRITABLE_BYTES} to {MAX_BYTES} bytes are possible"))
+        Err(format!(
+            "multiples of {BLOCK_SIZE} from {MIN_WRITABLE_BYTES} to {MAX_BYTES} bytes are possible"
+        ))
     }
 }
 

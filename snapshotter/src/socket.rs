@@ -29,10 +29,16 @@ impl Socket {
         }
         match fs::symlink_metadata(path) {
             Ok(meta) if !meta.file_type().is_socket() => {
-                return Err(io::Error::new(io::ErrorKind::AddrInUse, "a file that is no socket is in the way"));
+                return Err(io::Error::new(
+                    io::ErrorKind::AddrInUse,
+                    "a file that is no socket is in the way",
+                ));
             }
             Ok(_) if UnixStream::connect(path).is_ok() => {
-                return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens on it"));
+                return Err(io::Error::new(
+                    io::ErrorKind::AddrInUse,
+                    "another process listens on it",
+                ));
             }
             _ => {}
         }
@@ -49,7 +55,13 @@ impl Socket {
         fs::set_permissions(&unfinished, fs::Permissions::from_mode(0o600))?;
         let inode = fs::symlink_metadata(&unfinished)?.ino();
         fs::rename(&unfinished, path)?;
-        Ok(Self { listener, guard: SocketGuard { path: path.to_owned(), inode } })
+        Ok(Self {
+            listener,
+            guard: SocketGuard {
+                path: path.to_owned(),
+                inode,
+            },
+        })
     }
 
     /// The listener, non-blocking, and what removes its file.
@@ -80,7 +92,10 @@ mod tests {
         let (listener, guard) = Socket::bind(&path).unwrap().into_parts();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         UnixStream::connect(&path).unwrap();
-        assert_eq!(Socket::bind(&path).map(drop).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(
+            Socket::bind(&path).map(drop).unwrap_err().kind(),
+            io::ErrorKind::AddrInUse
+        );
         drop(listener);
         let (_other, other_guard) = Socket::bind(&path).unwrap().into_parts();
         drop(guard);

@@ -124,7 +124,11 @@ impl Store {
     pub fn open(root: &Path, writable_bytes: u64) -> Result<Self, StoreError> {
         let dirs = Dirs::open(root)?;
         let metadata = Metadata::open(&dirs.root().join("metadata.redb"))?;
-        let store = Self { dirs, metadata, writable_bytes };
+        let store = Self {
+            dirs,
+            metadata,
+            writable_bytes,
+        };
         store.reconcile()?;
         Ok(store)
     }
@@ -171,7 +175,8 @@ impl Store {
             tables.put(key, &record)?;
             let description = (kind == Kind::Active && !chain.is_empty()).then(|| self.describe(&chain));
             let like = chain.first().map(|parent| self.dirs.of(parent.id).join("fs"));
-            self.dirs.create(record.id, kind == Kind::Active, like.as_deref(), description.as_ref())?;
+            self.dirs
+                .create(record.id, kind == Kind::Active, like.as_deref(), description.as_ref())?;
             Ok(self.mounts_of(&record, &chain))
         })
     }
@@ -200,7 +205,9 @@ impl Store {
     pub fn commit(&self, name: &str, key: &str, labels: Labels) -> Result<Committed, StoreError> {
         check_name(name)?;
         self.metadata.write(|tables| {
-            let Some(old) = tables.get(key)? else { return Err(StoreError::NotFound { name: key.to_owned() }) };
+            let Some(old) = tables.get(key)? else {
+                return Err(StoreError::NotFound { name: key.to_owned() });
+            };
             if tables.get(name)?.is_some() {
                 return Err(StoreError::Exists { name: name.to_owned() });
             }
@@ -212,10 +219,21 @@ impl Store {
             let now = Time::now();
             tables.take(key, &old)?;
             let is_checkpoint = derived != Derived::LayerImage;
-            let record =
-                Record { kind: Kind::Committed, created: now, updated: now, labels, is_checkpoint, usage: None, ..old };
+            let record = Record {
+                kind: Kind::Committed,
+                created: now,
+                updated: now,
+                labels,
+                is_checkpoint,
+                usage: None,
+                ..old
+            };
             tables.put(name, &record)?;
-            Ok(Committed { name: name.to_owned(), dir, derived })
+            Ok(Committed {
+                name: name.to_owned(),
+                dir,
+                derived,
+            })
         })
     }
 
@@ -225,7 +243,9 @@ impl Store {
     /// It is unknown or has children.
     pub fn remove(&self, name: &str) -> Result<(), StoreError> {
         let id = self.metadata.write(|tables| {
-            let Some(record) = tables.get(name)? else { return Err(StoreError::NotFound { name: name.to_owned() }) };
+            let Some(record) = tables.get(name)? else {
+                return Err(StoreError::NotFound { name: name.to_owned() });
+            };
             if tables.has_children(name)? {
                 return Err(StoreError::HasChildren { name: name.to_owned() });
             }
@@ -266,7 +286,9 @@ impl Store {
                     let value = labels.get(key).cloned().unwrap_or_default();
                     record.labels.insert(key.to_owned(), value);
                 } else {
-                    return Err(StoreError::Invalid { what: format!("cannot update {path:?} of snapshot {name:?}") });
+                    return Err(StoreError::Invalid {
+                        what: format!("cannot update {path:?} of snapshot {name:?}"),
+                    });
                 }
             }
             record.labels.retain(|_, value| !value.is_empty());
@@ -281,7 +303,12 @@ impl Store {
     /// # Errors
     /// The metadata cannot be read.
     pub fn list(&self) -> Result<Vec<Info>, StoreError> {
-        Ok(self.metadata.all()?.into_iter().map(|(name, record)| record.into_info(&name)).collect())
+        Ok(self
+            .metadata
+            .all()?
+            .into_iter()
+            .map(|(name, record)| record.into_info(&name))
+            .collect())
     }
 
     /// What a snapshot takes on disk without its parents: its files, the writable disk of a VM and a checkpoint; not the EROFS image,
@@ -290,7 +317,9 @@ impl Store {
     /// # Errors
     /// It is unknown, or its directory cannot be read.
     pub fn usage(&self, name: &str) -> Result<Usage, StoreError> {
-        let Some(record) = self.metadata.get(name)? else { return Err(StoreError::NotFound { name: name.to_owned() }) };
+        let Some(record) = self.metadata.get(name)? else {
+            return Err(StoreError::NotFound { name: name.to_owned() });
+        };
         match record.usage {
             Some(usage) => Ok(usage),
             None => self.count(name, &record),
@@ -302,7 +331,9 @@ impl Store {
     /// # Errors
     /// As [`Store::usage`].
     pub fn recount(&self, name: &str) -> Result<Usage, StoreError> {
-        let Some(record) = self.metadata.get(name)? else { return Err(StoreError::NotFound { name: name.to_owned() }) };
+        let Some(record) = self.metadata.get(name)? else {
+            return Err(StoreError::NotFound { name: name.to_owned() });
+        };
         self.count(name, &record)
     }
 
@@ -316,7 +347,13 @@ impl Store {
                     total.inodes += usage.inodes;
                 }
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(source) => return Err(StoreError::Io { action: "count", path: dir.join(part), source }),
+                Err(source) => {
+                    return Err(StoreError::Io {
+                        action: "count",
+                        path: dir.join(part),
+                        source,
+                    });
+                }
             }
         }
         if record.kind == Kind::Committed {
@@ -344,7 +381,10 @@ impl Store {
             }
             let dir = self.dirs.of(record.id);
             let (derived, file) = if record.is_checkpoint {
-                (derived_of(&dir), Path::new(rootfs::CHECKPOINT_DIR).join(checkpoint::manifest::FILE_NAME))
+                (
+                    derived_of(&dir),
+                    Path::new(rootfs::CHECKPOINT_DIR).join(checkpoint::manifest::FILE_NAME),
+                )
             } else {
                 (Derived::LayerImage, checkpoint::layers::LAYER_FILE.into())
             };
@@ -373,7 +413,12 @@ impl Store {
 
     fn describe(&self, chain: &[Record]) -> RootfsDescription {
         let dirs_of = |checkpoints: bool| {
-            chain.iter().rev().filter(|r| r.is_checkpoint == checkpoints).map(|r| self.dirs.of(r.id)).collect()
+            chain
+                .iter()
+                .rev()
+                .filter(|r| r.is_checkpoint == checkpoints)
+                .map(|r| self.dirs.of(r.id))
+                .collect()
         };
         RootfsDescription {
             version: rootfs::VERSION,
@@ -387,7 +432,9 @@ impl Store {
 
 fn check_name(name: &str) -> Result<(), StoreError> {
     if name.is_empty() {
-        return Err(StoreError::Invalid { what: "a snapshot needs a key or name".to_owned() });
+        return Err(StoreError::Invalid {
+            what: "a snapshot needs a key or name".to_owned(),
+        });
     }
     Ok(())
 }
@@ -397,12 +444,17 @@ fn parent_chain(tables: &Tables<'_>, parent: Option<&str>) -> Result<Vec<Record>
     let Some(parent) = parent else { return Ok(Vec::new()) };
     let chain = tables.chain(parent)?;
     match chain.first() {
-        None => Err(StoreError::NotFound { name: parent.to_owned() }),
-        Some(record) if record.kind != Kind::Committed => {
-            Err(StoreError::ParentNotCommitted { parent: parent.to_owned() })
-        }
+        None => Err(StoreError::NotFound {
+            name: parent.to_owned(),
+        }),
+        Some(record) if record.kind != Kind::Committed => Err(StoreError::ParentNotCommitted {
+            parent: parent.to_owned(),
+        }),
         Some(_) if chain.len() > MAX_DEPTH => Err(StoreError::Invalid {
-            what: format!("parent {parent:?} is the top of {} snapshots: {MAX_DEPTH} are possible", chain.len()),
+            what: format!(
+                "parent {parent:?} is the top of {} snapshots: {MAX_DEPTH} are possible",
+                chain.len()
+            ),
         }),
         Some(_) => Ok(chain),
     }

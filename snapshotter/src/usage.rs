@@ -48,10 +48,17 @@ mod tests {
         assert_eq!(empty.inodes, 1);
         fs::write(dir.path().join("a"), vec![1; 100_000]).unwrap();
         fs::hard_link(dir.path().join("a"), dir.path().join("b")).unwrap();
-        fs::File::create(dir.path().join("sparse")).unwrap().set_len(1 << 30).unwrap();
+        fs::File::create(dir.path().join("sparse"))
+            .unwrap()
+            .set_len(1 << 30)
+            .unwrap();
         let usage = of_tree(dir.path()).unwrap();
         assert_eq!(usage.inodes, 3);
-        assert!((100_000..300_000).contains(&(usage.bytes - empty.bytes)), "{}", usage.bytes);
+        assert!(
+            (100_000..300_000).contains(&(usage.bytes - empty.bytes)),
+            "{}",
+            usage.bytes
+        );
         assert!(of_tree(&dir.path().join("absent")).is_err());
     }
 }

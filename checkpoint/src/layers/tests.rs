@@ -1,5 +1,5 @@
 use std::ffi::CString;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::Command;
 use std::sync::Barrier;
 use std::time::{Duration, SystemTime};
@@ -50,11 +50,10 @@ fn make_tree(dir: &Path, order: &[usize]) {
             0,
         )
         .unwrap();
-        set_time(&fs_dir.join("gone"), 1_600_000_000);
         set_xattr(&fs_dir.join("opaque"), "trusted.overlay.opaque", "y");
     }
     set_time(&fs_dir.join("opaque"), 1_600_000_000);
-    // `etc` and the root keep the present as their time, as directories do that no tar mentions.
+    // The whiteout, `etc` and the root keep the present as their time, as what no tar mentions does.
 }
 
 fn set_xattr(path: &Path, name: &str, value: &str) {

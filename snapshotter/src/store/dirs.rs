@@ -29,7 +29,10 @@ impl Dirs {
     pub(super) fn open(root: &Path) -> Result<Self, StoreError> {
         fs::create_dir_all(root).map_err(io_error("create", root))?;
         let root = root.canonicalize().map_err(io_error("resolve", root))?;
-        if root.to_str().is_none_or(|text| text.contains([':', ',', '\\']) || text.chars().any(char::is_control)) {
+        if root
+            .to_str()
+            .is_none_or(|text| text.contains([':', ',', '\\']) || text.chars().any(char::is_control))
+        {
             // These separate mount options and lower directories.
             let what = format!("the root {root:?} has a colon, comma, backslash or control character in its path");
             return Err(StoreError::Invalid { what });
@@ -95,7 +98,9 @@ impl Dirs {
     /// Nobody waits for this to work: what stays is found at the next start.
     fn discard_path(&self, path: &Path) {
         for n in 0_u32.. {
-            let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return };
+            let Some(name) = path.file_name().and_then(|name| name.to_str()) else {
+                return;
+            };
             let to = self.trash.join(format!("{name}.{n}"));
             if to.symlink_metadata().is_ok() {
                 continue;
