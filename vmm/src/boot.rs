@@ -141,7 +141,7 @@ fn zero_page(memory_bytes: u64, initramfs: (u32, u32), command_line_length: usiz
     params
 }
 
-/// Identity-maps the first GiB with 2 MiB pages.
+/// Identity-maps the first 4 GiB with 2 MiB pages.
 fn write_page_tables(map: &GuestMemoryMmap<()>) -> Result<(), GuestMemoryError> {
     let (level4, level3, level2) = (
         layout::PAGE_TABLES,
@@ -149,8 +149,10 @@ fn write_page_tables(map: &GuestMemoryMmap<()>) -> Result<(), GuestMemoryError> 
         layout::PAGE_TABLES + 0x2000,
     );
     map.write_obj(level3 | 3, GuestAddress(level4))?;
-    map.write_obj(level2 | 3, GuestAddress(level3))?;
-    for entry in 0..512_u64 {
+    for table in 0..4_u64 {
+        map.write_obj((level2 + table * 0x1000) | 3, GuestAddress(level3 + table * 8))?;
+    }
+    for entry in 0..4 * 512_u64 {
         map.write_obj((entry << 21) | 0x83, GuestAddress(level2 + entry * 8))?;
     }
     let gdt = [(0, 0), CODE, DATA, TASK].map(|(access, limit)| descriptor(access, limit));

@@ -18,7 +18,7 @@ pub const IDT: u64 = 0x520;
 pub const ZERO_PAGE: u64 = 0x7000;
 /// Stack of the boot vCPU.
 pub const BOOT_STACK: u64 = 0x8ff0;
-/// Page tables: level 4, 3 and 2, one page each; they map the first GiB to itself.
+/// Page tables: one page of level 4, one of level 3, four of level 2; they map the first 4 GiB to themselves.
 pub const PAGE_TABLES: u64 = 0x9000;
 /// Kernel command line.
 pub const COMMAND_LINE: u64 = 0x2_0000;

@@ -17,7 +17,7 @@ use crate::control::{VmStats, limits};
 use crate::devices::virtio::{DeviceError, DeviceSet, Disk, EventSender, Net, QUEUE_NOTIFY};
 use crate::layout;
 use crate::memory::{GuestMemory, MemoryError};
-use crate::platform::{Line, Platform};
+use crate::platform::{Line, Platform, SerialState};
 use crate::state::{BoardState, MachineState, StateError};
 use crate::sys::kvm::{random, set_memory_region};
 use crate::vcpu::state::VcpuStateError;
@@ -188,10 +188,12 @@ impl Machine {
         }
         let bare = Bare::new(host, config.vcpus, GuestMemory::new(config.memory_bytes)?)?;
         let supported = host.supported_cpuid()?;
+        let mut cpuids = Vec::new();
         for (id, vcpu) in (0_u8..).zip(&bare.vcpus) {
             let cpuid =
                 cpuid::for_vcpu(&supported, id, config.vcpus).map_err(|e| VmError::Config(format!("CPUID: {e:?}")))?;
             vcpu.set_cpuid2(&cpuid).map_err(|e| VmError::Kvm("set CPUID", e))?;
+            cpuids.push(cpuid);
             set_local_interrupts(vcpu)?;
         }
         let devices = if config.disks.is_empty() && config.nets.is_empty() && !config.linux_devices {
@@ -228,7 +230,7 @@ impl Machine {
             boot::set_entry_state(first, entry)?;
         }
         renew_generation(&bare.memory)?;
-        bare.finish(host, devices, None, wiring, None)
+        bare.finish(host, cpuids, devices, wiring, None)
     }
 
     /// Brings a machine back; [`Self::resume`] lets it go on. Costs nothing per page of memory.
@@ -246,12 +248,16 @@ impl Machine {
         let memory = GuestMemory::restore(&config.index, &config.memory_files)?;
         let bare = Bare::new(host, vcpus, memory)?;
         let supported = host.supported_cpuid()?;
-        let tsc = state.vcpus.first().and_then(crate::vcpu::state::VcpuState::tsc);
+        let mut cpuids = Vec::new();
+        let tsc = state
+            .vcpus.first().and_then(crate::vcpu::state::VcpuState::tsc);
         for (id, (vcpu, saved)) in bare.vcpus.iter().zip(&state.vcpus).enumerate() {
             let wrong = |source| VmError::RestoreVcpu { id, source };
-            if let Some(missing) = cpuid::missing_feature(&saved.cpuid().map_err(wrong)?, &supported) {
+            let cpuid = saved.cpuid().map_err(wrong)?;
+            if let Some(missing) = cpuid::missing_feature(&cpuid, &supported) {
                 return Err(VmError::Incompatible(missing));
             }
+            cpuids.push(cpuid);
             saved.restore(vcpu, tsc).map_err(wrong)?;
         }
         // The clock goes on from where it was: the real-time part of the saved value would make it jump by the time the machine was frozen.
@@ -288,7 +294,7 @@ impl Machine {
             checkpoint: config.checkpoint,
             index: config.index,
         };
-        bare.finish(host, devices, Some(&state.serial), wiring, Some(base))
+        bare.finish(host, cpuids, devices, wiring, Some((base, &state.serial)))
     }
 
     /// Lets the vCPUs run (again).
@@ -431,12 +437,13 @@ impl Bare {
     fn finish(
         self,
         host: &Host,
+        cpuids: Vec<CpuId>,
         devices: Option<DeviceSet>,
-        serial: Option<&crate::platform::SerialState>,
         wiring: Wiring,
-        base: Option<Base>,
+        restored: Option<(Base, &SerialState)>,
     ) -> Result<Machine, VmError> {
         let serial_event = self.line(layout::SERIAL_IRQ)?;
+        let (base, serial) = restored.unzip();
         if base.is_some() {
             // The generation id is new: tell the guest. After the interrupt controllers are set, or it would be lost.
             self.line(layout::EVENT_IRQ)?
@@ -464,10 +471,10 @@ impl Bare {
             .map_err(|e| VmError::Kvm("list model-specific registers", e))?;
         let registers = Arc::new(registers.as_slice().to_vec());
         let mut vcpus = Vec::new();
-        for (id, fd) in (0_u8..).zip(self.vcpus) {
+        for (id, vcpu) in (0_u8..).zip(self.vcpus.into_iter().zip(cpuids)) {
             vcpus.push(Vcpu::start(
                 id,
-                fd,
+                vcpu,
                 Arc::clone(&platform),
                 Arc::clone(&counts),
                 Arc::clone(&registers),

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use kvm_bindings::KVM_SYSTEM_EVENT_SHUTDOWN;
+use kvm_bindings::{CpuId, KVM_SYSTEM_EVENT_SHUTDOWN};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
@@ -95,18 +95,20 @@ struct Runner {
     counts: Arc<ExitCounts>,
     control: Arc<Control>,
     registers: Arc<Vec<u32>>,
+    cpuid: CpuId,
 }
 
 extern "C" fn ignore_signal(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
 impl Vcpu {
-    /// Starts the thread of a vCPU whose state is set; it waits for [`Self::run`]. `registers` are the model-specific registers a save covers.
+    /// Starts the thread of a vCPU whose state is set, with this CPUID; it waits for [`Self::run`]. `registers` are the
+    /// model-specific registers a save covers.
     ///
     /// # Errors
     /// When the process is out of threads or memory.
     pub fn start(
         id: u8,
-        fd: VcpuFd,
+        (fd, cpuid): (VcpuFd, CpuId),
         platform: Arc<Platform>,
         counts: Arc<ExitCounts>,
         registers: Arc<Vec<u32>>,
@@ -125,6 +127,7 @@ impl Vcpu {
             counts,
             control: Arc::clone(&control),
             registers,
+            cpuid,
         };
         let thread = std::thread::Builder::new()
             .name(format!("vcpu{id}"))
@@ -210,7 +213,7 @@ impl Runner {
                     let _nobody_waits = stopping.send(());
                 }
                 Command::Save(reply) => {
-                    let _nobody_waits = reply.send(VcpuState::save(&self.fd, &self.registers));
+                    let _nobody_waits = reply.send(VcpuState::save(&self.fd, &self.cpuid, &self.registers));
                 }
             }
         }

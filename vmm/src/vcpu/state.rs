@@ -57,8 +57,9 @@ pub struct VcpuState {
 }
 
 impl VcpuState {
-    /// Takes the state; the vCPU stands still and has completed its last port or MMIO access.
-    pub(crate) fn save(vcpu: &VcpuFd, registers: &[u32]) -> Result<Self, VcpuStateError> {
+    /// Takes the state; the vCPU stands still and has completed its last port or MMIO access. `cpuid` is what was set: what
+    /// KVM gives back may have more in it.
+    pub(crate) fn save(vcpu: &VcpuFd, cpuid: &CpuId, registers: &[u32]) -> Result<Self, VcpuStateError> {
         use VcpuStateError::Kvm;
         // The multiprocessing state first: reading it may process a pending INIT and change the rest.
         let mp_state = vcpu.get_mp_state().map_err(|e| Kvm("get multiprocessing state", e))?;
@@ -69,9 +70,7 @@ impl VcpuState {
         let debug_regs = vcpu.get_debug_regs().map_err(|e| Kvm("get debug registers", e))?;
         let lapic = vcpu.get_lapic().map_err(|e| Kvm("get local APIC", e))?;
         let tsc_khz = vcpu.get_tsc_khz().unwrap_or(0);
-        let cpuid = vcpu
-            .get_cpuid2(KVM_MAX_CPUID_ENTRIES)
-            .map_err(|e| Kvm("get CPUID", e))?;
+        
         let msrs = get_msrs(vcpu, registers)?;
         let events = vcpu.get_vcpu_events().map_err(|e| Kvm("get events", e))?;
         Ok(Self {
