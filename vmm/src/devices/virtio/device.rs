@@ -142,17 +142,18 @@ impl Device {
         }
     }
 
-    /// Takes over a saved state.
+    /// Takes over a saved state, and does what must be done in guest memory before the vCPUs run.
     pub(super) fn restore(&self, mem: &Memory, state: &TransportState) -> Result<(), DeviceError> {
         let mut inner = self.lock();
         let inner = &mut *inner;
         inner.transport.restore(mem, state)?;
-        if let AnyModel::Vsock(vsock) = &mut inner.model
-            && inner.transport.is_active()
-        {
-            inner.transport.pending = Pending::default();
+        if inner.transport.is_active() {
             let mut context = context(&mut inner.transport, &inner.poller, mem);
-            vsock.activate_restored(&mut context);
+            match &mut inner.model {
+                AnyModel::Vsock(vsock) => vsock.activate_restored(&mut context),
+                AnyModel::Net(net) => net.drop_queued(&mut context),
+                AnyModel::Block(_) | AnyModel::Rng(_) => {}
+            }
         }
         Ok(())
     }

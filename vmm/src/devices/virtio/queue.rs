@@ -340,6 +340,8 @@ pub(super) fn segments_of(mem: &Memory, address: u64, len: u64) -> Segments<'_> 
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::cast_possible_truncation, reason = "numbers of a test")]
+
     use proptest::prelude::*;
     use vm_memory::{Bytes, GuestAddress};
 

@@ -129,9 +129,7 @@ impl DeviceSet {
                     let net = nets
                         .next()
                         .ok_or_else(|| DeviceError::State("more networks than were given".into()))?;
-                    let mut net = NetModel::new(net)?;
-                    net.forget_queued();
-                    AnyModel::Net(net)
+                    AnyModel::Net(NetModel::new(net)?)
                 }
                 ModelState::Vsock(saved) => AnyModel::Vsock(Box::new(Vsock::restore(saved, events.clone()))),
                 ModelState::Rng => AnyModel::Rng(Rng),

@@ -1,5 +1,7 @@
 //! A driver for tests: does to a [`DeviceSet`] what a guest's kernel does, through registers and guest memory only.
 
+#![expect(clippy::cast_possible_truncation, reason = "numbers of a test")]
+
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;

@@ -296,6 +296,8 @@ fn same_layer(left: Option<&Layer>, right: Option<&Layer>) -> bool {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::cast_possible_truncation, reason = "numbers of a test")]
+
     use proptest::prelude::*;
     use vm_memory::{Bytes, GuestAddress};
 

@@ -1,5 +1,7 @@
 //! Requests as a guest makes them, well-formed and not.
 
+#![expect(clippy::cast_possible_truncation, reason = "numbers of a test")]
+
 use std::fs::File;
 use std::io::Write as _;
 

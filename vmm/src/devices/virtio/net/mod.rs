@@ -44,8 +44,6 @@ pub(super) struct Net {
     buffer: Vec<u8>,
     /// Whether the I/O thread watches the tap.
     watching: bool,
-    /// Queued frames belong to the parent of this fork.
-    drop_queued: bool,
 }
 
 impl Net {
@@ -67,13 +65,18 @@ impl Net {
             waiting: Vec::new(),
             buffer: vec![0; FRAME_MAX],
             watching: false,
-            drop_queued: false,
         })
     }
 
-    /// Marks what the driver has queued as not to be sent: it was queued by the parent.
-    pub(super) fn forget_queued(&mut self) {
-        self.drop_queued = true;
+    /// Completes what the driver has queued without sending it: the parent of this fork queued it. Before the vCPUs run.
+    pub(super) fn drop_queued(&self, context: &mut Context<'_>) {
+        let Some(queue) = context.queues.get_mut(TRANSMIT) else {
+            return;
+        };
+        while let Some(chain) = queue.pop(context.mem) {
+            queue.complete(context.mem, chain.head, 0);
+        }
+        queue.signal(context.mem, context.interrupt);
     }
 
     fn watch(&mut self, poller: &Poller, wanted: bool) {
@@ -142,9 +145,7 @@ impl Net {
         loop {
             queue.disable_notification(context.mem);
             while let Some(chain) = queue.pop(context.mem) {
-                if !self.drop_queued {
-                    self.send(&chain.readable);
-                }
+                self.send(&chain.readable);
                 queue.complete(context.mem, chain.head, 0);
             }
             queue.signal(context.mem, context.interrupt);
@@ -259,17 +260,12 @@ impl Model for Net {
         if let Err(error) = sys::set_offload(self.tap.as_fd(), offload) {
             tracing::warn!(%error, "set offloads of tap");
         }
-        if self.drop_queued {
-            self.transmit(context);
-            self.drop_queued = false;
-        }
         self.watch(context.poller, true);
     }
 
     fn reset(&mut self, poller: &Poller) {
         self.watch(poller, false);
         self.waiting.clear();
-        self.drop_queued = false;
     }
 
     fn queue_event(&mut self, context: &mut Context<'_>, queue: usize) {

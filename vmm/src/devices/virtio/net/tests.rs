@@ -120,8 +120,7 @@ fn a_fork_does_not_send_what_its_parent_had_queued() {
     wire.recv(&mut got).unwrap();
     assert_eq!(got[HEADER], 2, "the parent sends it");
 
-    let (mut net, fork_wire) = model();
-    net.forget_queued();
+    let (net, fork_wire) = model();
     let fork = DeviceSet::assemble(fork_mem.clone(), vec![AnyModel::Net(net)]).unwrap();
     fork.restore_transports(&state).unwrap();
     let mut forked = forked.forked(&fork, &fork_mem);

@@ -1,5 +1,11 @@
 //! Both ends of connections: a guest's driver on the rings, Unix streams on the host.
 
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "numbers of a test"
+)]
+
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -157,10 +163,20 @@ fn directions_end_one_by_one() {
     assert_eq!(read_exactly(&mut host, 10), b"still here");
     guest.send(port, 1024, Op::Shutdown, 2, 4, &[]);
     assert!(at_end(&mut host));
-    guest.send(port, 1024, Op::Shutdown, 3, 4, &[]);
-    guest.receive_op(Op::Reset);
+    // With both directions over, so is the connection.
+    assert_eq!(guest.receive_op(Op::Shutdown).0.flags, 3);
     guest.send(port, 1024, Op::Data, 0, 4, b"nobody");
     guest.receive_op(Op::Reset);
+}
+
+#[test]
+fn guest_that_closes_is_answered_by_a_reset() {
+    let mut guest = Guest::new();
+    let (mut host, port) = guest.connect();
+    guest.send(port, 1024, Op::Shutdown, 3, 0, &[]);
+    guest.receive_op(Op::Reset);
+    assert!(at_end(&mut host));
+    assert!(host.write_all(b"x").is_err());
 }
 
 #[test]
