@@ -1,6 +1,5 @@
 //! Root filesystems: finds a container's disks, mounts them and writes its bundle.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -86,12 +85,9 @@ async fn assemble(rootfs: &mut Rootfs, request: &PrepareContainerRequest) -> Res
         rootfs.mount(Some(&disk), &writable, "ext4", MsFlags::empty(), Some("noinit_itable"))?;
     }
     let (upper, work) = (writable.join("upper"), writable.join("work"));
-    let new = !upper.exists();
+    // The merged root shows the upper directory's attributes: 0755, root. A flattened EROFS does not keep those of the layers.
     make_directory(&upper)?;
     make_directory(&work)?;
-    if new {
-        copy_attributes(&lower, &upper).map_err(|error| AgentError::io("copy the root directory's mode", error))?;
-    }
     let options = format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
     rootfs.mount(None, &root, "overlay", MsFlags::empty(), Some(&options))
 }
@@ -221,13 +217,6 @@ fn look_for_disk(block: &Path, serial: &str) -> Option<PathBuf> {
 
 fn make_directory(path: &Path) -> Result<()> {
     std::fs::create_dir_all(path).map_err(|error| AgentError::io(format!("make directory {}", path.display()), error))
-}
-
-/// The merged root shows the upper directory's attributes.
-fn copy_attributes(from: &Path, to: &Path) -> std::io::Result<()> {
-    let metadata = std::fs::metadata(from)?;
-    std::os::unix::fs::chown(to, Some(metadata.uid()), Some(metadata.gid()))?;
-    std::fs::set_permissions(to, std::fs::Permissions::from_mode(metadata.mode() & 0o7777))
 }
 
 #[cfg(test)]
