@@ -292,7 +292,9 @@ impl DeviceSet {
         let mut stream = Some(stream);
         for device in &self.shared.devices {
             device.with_model(|model, poller| {
-                if let (AnyModel::Vsock(vsock), Some(stream)) = (model, stream.take_if(|_| true)) {
+                if let AnyModel::Vsock(vsock) = model
+                    && let Some(stream) = stream.take()
+                {
                     vsock.connect(port, stream, poller);
                 }
             });
