@@ -1,28 +1,30 @@
 //! Loads a Linux kernel: ELF image, initramfs, command line and `boot_params`, and the state of the vCPU that enters it in 64-bit mode.
 
 use std::fs::File;
-use std::io::{Seek, SeekFrom};
+use std::ops::Range;
 
 use kvm_bindings::{kvm_fpu, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 use linux_loader::loader::bootparam::{boot_e820_entry, boot_params};
-use linux_loader::loader::elf::Elf;
-use linux_loader::loader::{Error as KernelLoaderError, KernelLoader};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
 use crate::acpi::{self, MmioDevice};
+use crate::kernel::{self, KernelError};
 use crate::layout;
-use crate::memory::{GuestMemory, ram_ranges};
+use crate::memory::{GuestMemory, MemoryError, ram_ranges};
 
 /// A kernel cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// The kernel image.
     #[error("load kernel")]
-    Kernel(#[source] KernelLoaderError),
+    Kernel(#[from] KernelError),
     /// The initramfs.
     #[error("load initramfs")]
     Initramfs(#[source] std::io::Error),
+    /// The initramfs cannot be mapped.
+    #[error("map initramfs")]
+    MapInitramfs(#[source] MemoryError),
     /// Kernel and initramfs need more memory.
     #[error("kernel and initramfs ({needed} bytes) do not fit in guest memory ({available} bytes)")]
     TooSmall {
@@ -46,9 +48,9 @@ pub enum BootError {
 #[derive(Debug)]
 pub struct Guest<'a> {
     /// ELF image.
-    pub kernel: &'a mut File,
+    pub kernel: &'a File,
     /// Uncompressed archive.
-    pub initramfs: Option<&'a mut File>,
+    pub initramfs: Option<&'a File>,
     /// Command line.
     pub command_line: &'a str,
     /// vCPUs.
@@ -57,17 +59,25 @@ pub struct Guest<'a> {
     pub devices: &'a [MmioDevice],
 }
 
-/// Writes everything into guest memory and returns the entry point.
+/// A guest in memory.
+#[derive(Debug)]
+pub struct Loaded {
+    /// Entry point.
+    pub entry: u64,
+    /// Pages that are mapped from the files of the guest image.
+    pub mapped: Vec<Range<u64>>,
+}
+
+/// Puts everything into guest memory.
 ///
 /// # Errors
 /// When something does not fit or cannot be read.
-pub fn load(memory: &GuestMemory, guest: Guest<'_>) -> Result<u64, BootError> {
+pub fn load(memory: &GuestMemory, guest: Guest<'_>) -> Result<Loaded, BootError> {
     let map = memory.map();
-    let loaded =
-        Elf::load(map, None, guest.kernel, Some(GuestAddress(layout::HIGH_RAM_START))).map_err(BootError::Kernel)?;
+    let mut kernel = kernel::load(memory, guest.kernel)?;
     let low_end = memory.bytes().min(layout::HOLE_START);
     let initramfs = match guest.initramfs {
-        Some(file) => load_initramfs(map, file, loaded.kernel_end, low_end)?,
+        Some(file) => load_initramfs(memory, file, kernel.end, low_end, &mut kernel.mapped)?,
         None => (0, 0),
     };
     if guest.command_line.len() >= layout::COMMAND_LINE_MAX || guest.command_line.contains('\0') {
@@ -83,18 +93,21 @@ pub fn load(memory: &GuestMemory, guest: Guest<'_>) -> Result<u64, BootError> {
         GuestAddress(layout::ZERO_PAGE),
     )?;
     write_page_tables(map)?;
-    Ok(loaded.kernel_load.0)
+    Ok(Loaded {
+        entry: kernel.entry,
+        mapped: kernel.mapped,
+    })
 }
 
 /// Puts the initramfs at the end of low memory; returns its address and size.
 fn load_initramfs(
-    map: &GuestMemoryMmap<()>,
-    file: &mut File,
+    memory: &GuestMemory,
+    file: &File,
     kernel_end: u64,
     low_end: u64,
+    mapped: &mut Vec<Range<u64>>,
 ) -> Result<(u32, u32), BootError> {
-    let size = file.seek(SeekFrom::End(0)).map_err(BootError::Initramfs)?;
-    file.rewind().map_err(BootError::Initramfs)?;
+    let size = file.metadata().map_err(BootError::Initramfs)?.len();
     let too_small = || BootError::TooSmall {
         needed: kernel_end.saturating_add(size),
         available: low_end,
@@ -103,12 +116,13 @@ fn load_initramfs(
     if start < kernel_end {
         return Err(too_small());
     }
-    let length = usize::try_from(size).map_err(|_| too_small())?;
-    map.read_exact_volatile_from(GuestAddress(start), file, length)?;
-    Ok((
-        u32::try_from(start).map_err(|_| too_small())?,
-        u32::try_from(size).map_err(|_| too_small())?,
-    ))
+    mapped.push(
+        memory
+            .place_file(start, file, 0, size)
+            .map_err(BootError::MapInitramfs)?,
+    );
+    let small = |value: u64| u32::try_from(value).map_err(|_| too_small());
+    Ok((small(start)?, small(size)?))
 }
 
 fn zero_page(memory_bytes: u64, initramfs: (u32, u32), command_line_length: usize) -> boot_params {

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`control`], [`service`] | the protocol with the shim, and the loop that serves it |
 //! | [`vm`], [`vcpu`], [`platform`], [`memory`] | one machine: its vCPUs, ports, devices and memory |
-//! | [`boot`], [`acpi`], [`layout`] | a Linux kernel's view of it at the start |
+//! | [`boot`], [`kernel`], [`acpi`], [`layout`] | a Linux kernel's view of it at the start |
 //! | [`state`], [`save`] | the saved machine |
 //! | [`devices`] | virtio |
 
@@ -13,6 +13,7 @@ pub mod boot;
 mod channel;
 pub mod control;
 pub mod devices;
+pub mod kernel;
 pub mod layout;
 pub mod memory;
 pub mod platform;

@@ -4,9 +4,10 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 
 use checkpoint::memory::{Extent, MemoryIndex, PAGE_SIZE};
-use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap};
 
 use crate::layout::{HOLE_END, HOLE_START};
 use crate::sys::{mapping, pagemap};
@@ -29,6 +30,9 @@ pub enum MemoryError {
     /// The index does not fit the machine or the files.
     #[error("memory index: {0}")]
     Index(String),
+    /// Part of a file does not fit.
+    #[error("write to guest memory")]
+    Write(#[source] vm_memory::GuestMemoryError),
     /// A piece of a file could not be mapped or examined.
     #[error("{operation}")]
     Io {
@@ -131,22 +135,60 @@ impl GuestMemory {
         if end > *length || last > self.pages() {
             return Err(outside());
         }
-        let mut source_page = extent.source_page;
-        for piece in self.pieces(extent.start..last) {
+        self.map_file(extent.start..last, file, extent.source_page * PAGE_SIZE)
+    }
+
+    /// Maps part of a file over a range of pages. The file is at least that long.
+    fn map_file(&self, pages: Range<u64>, file: &File, mut offset: u64) -> Result<(), MemoryError> {
+        let failed = |source| MemoryError::Io {
+            operation: "map file into guest memory",
+            source,
+        };
+        for piece in self.pieces(pages) {
+            let bytes = piece.pages * PAGE_SIZE;
+            let size = |value: u64| usize::try_from(value).map_err(|e| failed(io::Error::other(e)));
             mapping::map_private(
                 &piece.region.get_mmap(),
-                usize::try_from(piece.offset * PAGE_SIZE).map_err(|_| outside())?,
-                usize::try_from(piece.pages * PAGE_SIZE).map_err(|_| outside())?,
+                size(piece.offset * PAGE_SIZE)?,
+                size(bytes)?,
                 file.as_fd(),
-                source_page * PAGE_SIZE,
+                offset,
             )
-            .map_err(|source| MemoryError::Io {
-                operation: "map memory file",
-                source,
-            })?;
-            source_page += piece.pages;
+            .map_err(failed)?;
+            offset += bytes;
         }
         Ok(())
+    }
+
+    /// Puts part of a file at an address in low memory: whole pages are mapped privately, the rest is copied. Returns the mapped
+    /// pages. The caller has checked that the range lies in memory and in the file.
+    ///
+    /// # Errors
+    /// When the file cannot be mapped or read.
+    pub(crate) fn place_file(
+        &self,
+        address: u64,
+        file: &File,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Range<u64>, MemoryError> {
+        let first = address / PAGE_SIZE;
+        let aligned = offset.is_multiple_of(PAGE_SIZE) && address.is_multiple_of(PAGE_SIZE);
+        let pages = if aligned { bytes / PAGE_SIZE } else { 0 };
+        if pages > 0 {
+            self.map_file(first..first + pages, file, offset)?;
+        }
+        let mut rest = vec![0; usize::try_from(bytes - pages * PAGE_SIZE).unwrap_or(usize::MAX)];
+        let done = pages * PAGE_SIZE;
+        file.read_exact_at(&mut rest, offset + done)
+            .map_err(|source| MemoryError::Io {
+                operation: "read file into guest memory",
+                source,
+            })?;
+        self.map
+            .write_slice(&rest, GuestAddress(address + done))
+            .map_err(MemoryError::Write)?;
+        Ok(first..first + pages)
     }
 
     /// The pieces of a range of pages, in order.
@@ -234,10 +276,7 @@ pub fn ram_ranges(bytes: u64) -> Vec<Range<u64>> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::FileExt;
-
     use checkpoint::memory::Source;
-    use vm_memory::Bytes;
 
     use super::*;
 

@@ -156,6 +156,8 @@ pub struct Machine {
     running: bool,
     started: bool,
     pub(crate) base: Option<Base>,
+    /// Pages mapped from the guest image.
+    pub(crate) image_pages: Vec<std::ops::Range<u64>>,
     pub(crate) memory: GuestMemory,
 }
 
@@ -171,7 +173,7 @@ impl Machine {
     ///
     /// # Errors
     /// When the configuration is out of bounds, or KVM or a file does not do its part.
-    pub fn boot(host: &Host, mut config: BootConfig, wiring: Wiring) -> Result<Self, VmError> {
+    pub fn boot(host: &Host, config: BootConfig, wiring: Wiring) -> Result<Self, VmError> {
         if !limits::VCPUS.contains(&config.vcpus) {
             return Err(VmError::Config(format!(
                 "{} vCPUs, allowed are {:?}",
@@ -219,18 +221,20 @@ impl Machine {
             });
         }
         let guest = boot::Guest {
-            kernel: &mut config.kernel,
-            initramfs: config.initramfs.as_mut(),
+            kernel: &config.kernel,
+            initramfs: config.initramfs.as_ref(),
             command_line: &config.command_line,
             vcpus: config.vcpus,
             devices: &acpi_devices,
         };
-        let entry = boot::load(&bare.memory, guest)?;
+        let loaded = boot::load(&bare.memory, guest)?;
         if let Some(first) = bare.vcpus.first() {
-            boot::set_entry_state(first, entry)?;
+            boot::set_entry_state(first, loaded.entry)?;
         }
         renew_generation(&bare.memory)?;
-        bare.finish(host, cpuids, devices, wiring, None)
+        let mut machine = bare.finish(host, cpuids, devices, wiring, None)?;
+        machine.image_pages = loaded.mapped;
+        Ok(machine)
     }
 
     /// Brings a machine back; [`Self::resume`] lets it go on. Costs nothing per page of memory.
@@ -249,8 +253,7 @@ impl Machine {
         let bare = Bare::new(host, vcpus, memory)?;
         let supported = host.supported_cpuid()?;
         let mut cpuids = Vec::new();
-        let tsc = state
-            .vcpus.first().and_then(crate::vcpu::state::VcpuState::tsc);
+        let tsc = state.vcpus.first().and_then(crate::vcpu::state::VcpuState::tsc);
         for (id, (vcpu, saved)) in bare.vcpus.iter().zip(&state.vcpus).enumerate() {
             let wrong = |source| VmError::RestoreVcpu { id, source };
             let cpuid = saved.cpuid().map_err(wrong)?;
@@ -486,6 +489,7 @@ impl Bare {
             platform,
             counts,
             running: false,
+            image_pages: Vec::new(),
             started: false,
             base,
             memory: self.memory,

@@ -70,7 +70,7 @@ impl VcpuState {
         let debug_regs = vcpu.get_debug_regs().map_err(|e| Kvm("get debug registers", e))?;
         let lapic = vcpu.get_lapic().map_err(|e| Kvm("get local APIC", e))?;
         let tsc_khz = vcpu.get_tsc_khz().unwrap_or(0);
-        
+
         let msrs = get_msrs(vcpu, registers)?;
         let events = vcpu.get_vcpu_events().map_err(|e| Kvm("get events", e))?;
         Ok(Self {
