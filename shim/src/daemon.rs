@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -44,6 +44,7 @@ pub fn run(args: &Args, bundle: &Path) -> anyhow::Result<()> {
     let state = StateDir::new(&args.namespace, &args.id);
     let served = runtime.block_on(serve(args, listener, &state));
     let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &args.id));
+    keep_logs(args, &state);
     state.remove();
     if let Err(error) = &served {
         warn!(error = format!("{error:#}"), "the shim ends");
@@ -51,6 +52,17 @@ pub fn run(args: &Args, bundle: &Path) -> anyhow::Result<()> {
     // Tasks that still wait on something must not keep the process.
     runtime.shutdown_background();
     served
+}
+
+/// With `RAMET_LOG_DIR` set, what the guest and the VMM wrote outlives the sandbox.
+fn keep_logs(args: &Args, state: &StateDir) {
+    let Some(directory) = std::env::var_os("RAMET_LOG_DIR").map(PathBuf::from) else {
+        return;
+    };
+    for (name, suffix) in [("console", "console"), ("vmm.log", "vmm.log")] {
+        let target = directory.join(format!("{}-{}.{suffix}", args.namespace, args.id));
+        let _ = std::fs::copy(state.join(name), target);
+    }
 }
 
 /// The listening socket came as standard input, which then becomes empty.

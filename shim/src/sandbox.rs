@@ -26,6 +26,7 @@ use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
 use crate::restore::ForkMode;
 use crate::rootfs;
+use crate::state_dir;
 use crate::stdio::StdioPaths;
 use crate::task::{Container, NewContainer, Process};
 use crate::vm::{Vm, VmError};
@@ -159,7 +160,8 @@ impl Sandbox {
         match launch::launch(vm.as_ref(), &self.around, &request).await {
             Ok(launched) => Ok(self.created(&request, launched)),
             Err(error) => {
-                warn!(error = error.text(), "create failed");
+                let console = state_dir::tail(&self.around.console, 2000);
+                warn!(error = error.text(), console, "create failed");
                 *self.slot() = Slot::Over;
                 vm.kill().await;
                 rootfs::unmount_leftovers(Path::new(&request.bundle));

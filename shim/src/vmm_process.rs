@@ -76,7 +76,8 @@ impl VmmProcess {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log_file);
-        command.env("RAMET_LOG", if debug { "debug" } else { "info" });
+        let filter = std::env::var("RAMET_LOG").unwrap_or_else(|_| if debug { "debug".into() } else { "info".into() });
+        command.env("RAMET_LOG", filter);
         crate::sys::place_descriptor(&mut command, theirs, CONTROL_FD);
         let child = command.spawn().map_err(|e| failed(e.to_string()))?;
         drop(command);
