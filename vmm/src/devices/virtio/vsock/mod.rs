@@ -264,7 +264,7 @@ impl Vsock {
             guest: header.source_port,
         };
         let token = self.tokens.get(&ports).copied();
-        tracing::debug!(?ports, known = token.is_some(), op = ?header.op, len = header.len, flags = header.flags, "from guest");
+        tracing::trace!(?ports, known = token.is_some(), op = ?header.op, len = header.len, flags = header.flags, "from guest");
         let fits = header.len <= DATA_MAX && u64::from(header.len) <= payload.len();
         if header.socket_type != TYPE_STREAM || !fits {
             self.refuse(ports, token, poller);
