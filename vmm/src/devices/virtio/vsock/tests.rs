@@ -14,10 +14,20 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::super::testing::{Driver, copy, memory, wait_readable};
-use super::super::{DeviceEvent, DeviceSet, EventReceiver, Memory, event_channel};
+use super::super::{Backing, DeviceEvent, DeviceSet, Disk, EventReceiver, Memory, event_channel};
 use super::connection::BUFFER;
 use super::packet::{HEADER, Header, Op};
 use super::{EVENT, FIRST_PORT, RECEIVE, TRANSMIT};
+
+/// Vsock is seldom the first device.
+const DEVICE: usize = 1;
+
+fn disks() -> Vec<Disk> {
+    vec![Disk {
+        id: "slot0".into(),
+        backing: Backing::Empty { read_only: true },
+    }]
+}
 
 struct Guest {
     set: DeviceSet,
@@ -31,9 +41,9 @@ impl Guest {
     fn new() -> Self {
         let mem = memory();
         let (sender, events) = event_channel().unwrap();
-        let set = DeviceSet::create(mem.clone(), Vec::new(), Vec::new(), true, sender).unwrap();
+        let set = DeviceSet::create(mem.clone(), disks(), Vec::new(), true, sender).unwrap();
         set.start();
-        let mut driver = Driver::start(&set, &mem, 0);
+        let mut driver = Driver::start(&set, &mem, DEVICE);
         for _ in 0..4 {
             driver.add_quietly(EVENT, &[], &[4]);
         }
@@ -143,7 +153,7 @@ fn refused_connection_closes_the_stream() {
 #[test]
 fn no_driver_no_connection() {
     let (sender, _events) = event_channel().unwrap();
-    let set = DeviceSet::create(memory(), Vec::new(), Vec::new(), true, sender).unwrap();
+    let set = DeviceSet::create(memory(), disks(), Vec::new(), true, sender).unwrap();
     set.start();
     let (mut host, device) = UnixStream::pair().unwrap();
     set.connect_vsock(1024, device.into());
@@ -306,7 +316,7 @@ fn a_fork_starts_without_connections_and_its_parent_keeps_them() {
     assert_eq!(parent.receive_op(Op::Data).1, b"go on");
 
     let (sender, events) = event_channel().unwrap();
-    let set = DeviceSet::restore(mem.clone(), state.clone(), Vec::new(), Vec::new(), sender).unwrap();
+    let set = DeviceSet::restore(mem.clone(), state.clone(), disks(), Vec::new(), sender).unwrap();
     let mut fork = Guest {
         driver: driver.forked(&set, &mem),
         set,
@@ -342,7 +352,7 @@ fn a_fork_starts_without_connections_and_its_parent_keeps_them() {
     assert_eq!(read_exactly(&mut first, 5), b"hello");
 
     let (sender, events) = event_channel().unwrap();
-    let set = DeviceSet::restore(second_mem.clone(), second_state, Vec::new(), Vec::new(), sender).unwrap();
+    let set = DeviceSet::restore(second_mem.clone(), second_state, disks(), Vec::new(), sender).unwrap();
     let driver = second_driver.forked(&set, &second_mem);
     let mut second = Guest {
         driver,
@@ -365,7 +375,7 @@ fn a_fork_starts_without_connections_and_its_parent_keeps_them() {
 fn driver_reset_ends_connections() {
     let mut guest = Guest::new();
     let (mut host, _) = guest.connect();
-    guest.driver = Driver::start(&guest.set, &guest.mem, 0);
+    guest.driver = Driver::start(&guest.set, &guest.mem, DEVICE);
     assert!(at_end(&mut host));
 }
 
