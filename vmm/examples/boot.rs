@@ -1,10 +1,11 @@
 //! Boots a Linux guest with `ramet-vmm`, optionally saves and restores it, and shows its console:
 //!
 //! ```text
-//! boot [--vcpus N] [--memory MIB] [--ready-port] [--save-restore] [--append TEXT] KERNEL INITRAMFS [READ_ONLY_DISK…]
+//! boot [--vcpus N] [--memory MIB] [--ready-port] [--generations N] [--forks N] [--append TEXT] KERNEL INITRAMFS [READ_ONLY_DISK…]
 //! ```
 //!
-//! With `--save-restore` the guest is saved one second after it started (or when its agent connected), ended, and restored.
+//! With `--generations 1` the guest is saved some seconds after it started (or when its agent connected), ended, and restored; with 2,
+//! this is done with the restored one, too. `--forks` machines are restored from the last checkpoint, side by side.
 
 #[path = "../tests/common/mod.rs"]
 #[expect(dead_code, reason = "the tests use the rest")]
@@ -26,7 +27,8 @@ struct Options {
     vcpus: u8,
     memory: u64,
     ready: bool,
-    save: bool,
+    generations: u8,
+    forks: u32,
     append: String,
     files: Vec<PathBuf>,
 }
@@ -36,7 +38,8 @@ fn options() -> Result<Options> {
         vcpus: 1,
         memory: 256,
         ready: false,
-        save: false,
+        generations: 0,
+        forks: 1,
         append: String::new(),
         files: Vec::new(),
     };
@@ -47,7 +50,8 @@ fn options() -> Result<Options> {
             "--vcpus" => options.vcpus = value()?.parse()?,
             "--memory" => options.memory = value()?.parse()?,
             "--ready-port" => options.ready = true,
-            "--save-restore" => options.save = true,
+            "--generations" => options.generations = value()?.parse()?,
+            "--forks" => options.forks = value()?.parse()?,
             "--append" => options.append = value()?,
             path => options.files.push(path.into()),
         }
@@ -61,7 +65,10 @@ fn program() -> Result<PathBuf> {
     }
     let beside = std::env::current_exe()?.with_file_name("ramet-vmm");
     let above = std::env::current_exe()?.with_file_name("../ramet-vmm");
-    Ok([beside, above].into_iter().find(|path| path.exists()).unwrap_or_else(|| "/usr/local/bin/ramet-vmm".into()))
+    Ok([beside, above]
+        .into_iter()
+        .find(|path| path.exists())
+        .unwrap_or_else(|| "/usr/local/bin/ramet-vmm".into()))
 }
 
 fn disks(paths: &[PathBuf], fds: &mut Vec<OwnedFd>) -> Result<Vec<DiskConfig>> {
@@ -84,7 +91,11 @@ fn main() -> Result<()> {
     let console = tempfile::NamedTempFile::new()?;
     let start = Instant::now();
     let mut vmm = Vmm::spawn(&program()?)?;
-    let mut fds: Vec<OwnedFd> = vec![File::open(kernel)?.into(), File::open(initramfs)?.into(), console.reopen()?.into()];
+    let mut fds: Vec<OwnedFd> = vec![
+        File::open(kernel)?.into(),
+        File::open(initramfs)?.into(),
+        console.reopen()?.into(),
+    ];
     let disk_list = disks(disk_paths, &mut fds)?;
     let request = BootRequest {
         vcpus: options.vcpus,
@@ -115,29 +126,58 @@ fn follow(options: &Options, vmm: &mut Vmm, disk_paths: &[PathBuf], start: Insta
                 Message::Reply(_) => {}
             }
         }
-    } else if options.save {
+    } else if options.generations > 0 {
         std::thread::sleep(Duration::from_secs(6));
     }
-    if options.save {
-        let files = Checkpoint::new(7)?;
+    let mut chain: Vec<Checkpoint> = Vec::new();
+    for generation in 1..=options.generations {
+        let files = Checkpoint::new(generation)?;
         let report = vmm.save(&files, false)?;
-        println!("{report:?}; state {} bytes", std::fs::metadata(files.path("state"))?.len());
-        *vmm = restore(&files, disk_paths)?;
+        let state = std::fs::metadata(files.path("state"))?.len();
+        println!("generation {generation}: {report:?}; state {state} bytes");
+        chain.insert(0, files);
+        if generation < options.generations {
+            *vmm = restore(&chain, disk_paths, &format!("generation-{generation}"))?;
+            std::thread::sleep(Duration::from_secs(2));
+        }
     }
-    println!("{:?} after {:?}", vmm.wait_exit()?, start.elapsed());
+    if chain.is_empty() {
+        println!("{:?} after {:?}", vmm.wait_exit()?, start.elapsed());
+        return Ok(());
+    }
+    let mut forks = Vec::new();
+    for number in 0..options.forks {
+        forks.push(restore(&chain, disk_paths, &format!("fork-{number}"))?);
+    }
+    for mut fork in forks {
+        println!("{:?} after {:?}", fork.wait_exit()?, start.elapsed());
+    }
     Ok(())
 }
 
-/// Restores a checkpoint; its console goes to our output at the end.
-fn restore(files: &Checkpoint, disk_paths: &[PathBuf]) -> Result<Vmm> {
+/// Restores the first checkpoint of the chain; its console goes to `/tmp/NAME.console`.
+fn restore(chain: &[Checkpoint], disk_paths: &[PathBuf], name: &str) -> Result<Vmm> {
+    let (files, bases) = chain.split_first().context("no checkpoint")?;
     let start = Instant::now();
     let vmm = Vmm::spawn(&program()?)?;
-    let console = File::options().append(true).create(true).open("/tmp/restored-console")?;
-    let (request, mut fds) = Vmm::restore_request(files, &[], &console)?;
-    let Request::Restore(request) = request else { anyhow::bail!("not a restore request") };
-    let request = RestoreRequest { disks: disks(disk_paths, &mut fds)?, ..request };
+    let console = File::options()
+        .append(true)
+        .create(true)
+        .open(format!("/tmp/{name}.console"))?;
+    let (request, mut fds) = Vmm::restore_request(files, &bases.iter().collect::<Vec<_>>(), &console)?;
+    let Request::Restore(request) = request else {
+        anyhow::bail!("not a restore request")
+    };
+    let request = RestoreRequest {
+        disks: disks(disk_paths, &mut fds)?,
+        ..request
+    };
     vmm.must(&Request::Restore(request), &fds)?;
-    println!("restored after {:?}", start.elapsed());
+    let restored = start.elapsed();
     vmm.must(&Request::Resume, &[])?;
+    println!(
+        "{name}: restored after {restored:?}, resumed after {:?}",
+        start.elapsed()
+    );
     Ok(vmm)
 }

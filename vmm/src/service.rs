@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use checkpoint::memory::MemoryIndex;
 use nix::errno::Errno;
@@ -315,6 +316,7 @@ impl Service {
     }
 
     fn restore(&mut self, request: &RestoreRequest, mut fds: ReceivedFds) -> Result<(), RequestError> {
+        let start = Instant::now();
         self.check_unused()?;
         let memory_files = request
             .memory_files
@@ -334,6 +336,7 @@ impl Service {
             nets: nets(&request.nets, &mut fds)?,
         };
         let wiring = self.wiring(fds.take(request.console)?);
+        tracing::debug!(elapsed = ?start.elapsed(), "state and memory index read");
         self.machine = Some(Machine::restore(&self.host, config, wiring)?);
         Ok(())
     }

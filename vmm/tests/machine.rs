@@ -38,7 +38,10 @@ fn saved_ticker(vcpus: u8) -> Result<(Checkpoint, String)> {
     let files = Checkpoint::new(1)?;
     let report = vmm.save(&files, false)?;
     assert!(!report.incremental);
-    assert!(report.memory_bytes > 256 * PAGE_SIZE && report.memory_bytes < MEMORY / 2, "{report:?}");
+    assert!(
+        report.memory_bytes > 256 * PAGE_SIZE && report.memory_bytes < MEMORY / 2,
+        "{report:?}"
+    );
     Ok((files, text(&console)))
 }
 
@@ -73,7 +76,10 @@ fn exits_are_counted_and_a_paused_machine_stands_still() -> Result<()> {
     let vmm = running_ticker(&console)?;
     vmm.must(&Request::Pause, &[])?;
     let first = stats(&vmm)?;
-    assert!(first.exits["port_out"] > 18 && first.exits["mmio_read"] > 3, "{first:?}");
+    assert!(
+        first.exits["port_out"] > 18 && first.exits["mmio_read"] > 3,
+        "{first:?}"
+    );
     assert!(first.private_memory_bytes > 256 * PAGE_SIZE, "{first:?}");
     assert_eq!(stats(&vmm)?.exits, first.exits);
     vmm.must(&Request::Resume, &[])?;
@@ -103,7 +109,10 @@ fn requests_out_of_order_are_refused() -> Result<()> {
     vmm.boot_tiny(&TICKER, 1, MEMORY, &console)?;
     let again = vmm.boot_tiny(&TICKER, 1, MEMORY, &console);
     assert!(again.is_err_and(|error| error.to_string().contains("a machine already")));
-    let (message, fatal) = vmm.refused(&Request::Connect { port: 1, stream: 0 }, &[tempfile::tempfile()?.into()])?;
+    let (message, fatal) = vmm.refused(
+        &Request::Connect { port: 1, stream: 0 },
+        &[tempfile::tempfile()?.into()],
+    )?;
     assert!(message.contains("no vsock") && !fatal);
     more_lines(&console, 2)?;
     Ok(())
@@ -155,7 +164,10 @@ fn eight_forks_diverge_and_leave_the_checkpoint_alone() -> Result<()> {
         assert!(own > 0 && own < MEMORY / 4, "{own}");
     }
     assert_eq!(generations.len(), 9, "every fork has a generation id of its own");
-    assert!(memory == std::fs::read(files.path("memory"))?, "the memory file changed");
+    assert!(
+        memory == std::fs::read(files.path("memory"))?,
+        "the memory file changed"
+    );
     Ok(())
 }
 
@@ -172,7 +184,10 @@ fn a_fork_of_a_fork_stores_only_its_own_pages() -> Result<()> {
     history += &text(&console);
     let index = MemoryIndex::read_from(File::open(parent.path("memory.index"))?)?;
     assert_eq!(index.sources.len(), 2);
-    assert_eq!(index.sources[1].checkpoint.as_ref().map(|id| id.as_str()), Some(grandparent.id.as_str()));
+    assert_eq!(
+        index.sources[1].checkpoint.as_ref().map(|id| id.as_str()),
+        Some(grandparent.id.as_str())
+    );
     drop(vmm);
 
     let console = tempfile::tempfile()?;
@@ -216,7 +231,15 @@ fn damaged_checkpoints_are_refused_by_name() -> Result<()> {
 fn a_save_that_cannot_be_written_leaves_the_machine_running() -> Result<()> {
     let console = tempfile::tempfile()?;
     let vmm = running_ticker(&console)?;
-    let request = || Request::Save(SaveRequest { state: 0, memory: 1, memory_index: 2, seal: Vec::new(), resume: true });
+    let request = || {
+        Request::Save(SaveRequest {
+            state: 0,
+            memory: 1,
+            memory_index: 2,
+            seal: Vec::new(),
+            resume: true,
+        })
+    };
     let new = || -> Result<OwnedFd> { Ok(tempfile::tempfile()?.into()) };
 
     // Sizing the file works, writing to it does not: the child fails.
@@ -241,7 +264,13 @@ fn a_save_that_cannot_be_written_leaves_the_machine_running() -> Result<()> {
 fn a_second_save_during_the_first_is_refused() -> Result<()> {
     let console = tempfile::tempfile()?;
     let vmm = running_ticker(&console)?;
-    let request = Request::Save(SaveRequest { state: 0, memory: 1, memory_index: 2, seal: Vec::new(), resume: true });
+    let request = Request::Save(SaveRequest {
+        state: 0,
+        memory: 1,
+        memory_index: 2,
+        seal: Vec::new(),
+        resume: true,
+    });
     let files = Checkpoint::new(3)?;
     vmm.must(&request, &files.targets()?)?;
     match vmm.request(&request, &Checkpoint::new(4)?.targets()?)? {
@@ -259,7 +288,10 @@ fn the_control_socket_survives_garbage_by_ending() -> Result<()> {
     let mut vmm = spawn()?;
     nix::sys::socket::send(vmm.channel.as_raw_fd(), b"{]", nix::sys::socket::MsgFlags::empty())?;
     let status = vmm.wait_process()?;
-    assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, code) if code != 0), "{status:?}");
+    assert!(
+        matches!(status, nix::sys::wait::WaitStatus::Exited(_, code) if code != 0),
+        "{status:?}"
+    );
     Ok(())
 }
 

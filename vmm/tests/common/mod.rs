@@ -12,7 +12,10 @@ use nix::spawn::{PosixSpawnAttr, PosixSpawnFileActions, posix_spawn};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use vmm::control::{BootRequest, CONTROL_FD, Channel, Event, ExitReason, Message, Reply, Request, RestoreRequest, SaveReport, SaveRequest};
+use vmm::control::{
+    BootRequest, CONTROL_FD, Channel, Event, ExitReason, Message, Reply, Request, RestoreRequest, SaveReport,
+    SaveRequest,
+};
 
 /// How long anything may take before a test fails.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -70,6 +73,17 @@ pub(crate) const POWER_OFF: [u8; 18] = [
     0xf4, // hlt
 ];
 
+/// Prints newlines for ever, with a pause between them.
+pub(crate) const BEEPER: [u8; 18] = [
+    0x66, 0xba, 0xf8, 0x03, // mov dx, 0x3f8
+    0xb0, 0x0a, // mov al, '\n'
+    0xee, // again: out dx, al
+    0xb9, 0xc8, 0x00, 0x00, 0x00, // mov ecx, 200
+    0xff, 0xc9, // wait: dec ecx
+    0x75, 0xfc, // jnz wait
+    0xeb, 0xf4, // jmp again
+];
+
 /// An undefined instruction without an interrupt table.
 pub(crate) const TRIPLE_FAULT: [u8; 2] = [0x0f, 0x0b];
 
@@ -117,9 +131,19 @@ impl Vmm {
         let path = CString::new(program.as_os_str().as_encoded_bytes())?;
         let log = std::env::var("RAMET_LOG").unwrap_or_else(|_| "warn".into());
         let environment = [CString::new(format!("RAMET_LOG={log}"))?];
-        let pid = posix_spawn(path.as_c_str(), &actions, &PosixSpawnAttr::init()?, &[path.as_c_str()], &environment)
-            .with_context(|| format!("spawn {}", program.display()))?;
-        Ok(Self { channel, pid, reaped: false })
+        let pid = posix_spawn(
+            path.as_c_str(),
+            &actions,
+            &PosixSpawnAttr::init()?,
+            &[path.as_c_str()],
+            &environment,
+        )
+        .with_context(|| format!("spawn {}", program.display()))?;
+        Ok(Self {
+            channel,
+            pid,
+            reaped: false,
+        })
     }
 
     /// Sends a request and returns its reply; events before it are dropped.
@@ -164,13 +188,22 @@ impl Vmm {
             console: 1,
             linux_devices: false,
         };
-        self.must(&Request::Boot(request), &[kernel(code)?.into(), console.try_clone()?.into()])?;
+        self.must(
+            &Request::Boot(request),
+            &[kernel(code)?.into(), console.try_clone()?.into()],
+        )?;
         Ok(())
     }
 
     /// Saves into files of the directory.
     pub(crate) fn save(&self, files: &Checkpoint, resume: bool) -> Result<SaveReport> {
-        let request = SaveRequest { state: 0, memory: 1, memory_index: 2, seal: Vec::new(), resume };
+        let request = SaveRequest {
+            state: 0,
+            memory: 1,
+            memory_index: 2,
+            seal: Vec::new(),
+            resume,
+        };
         self.must(&Request::Save(request), &files.targets()?)?;
         match self.must(&Request::FinishSave, &[])? {
             Reply::Saved(report) => Ok(report),
@@ -179,8 +212,15 @@ impl Vmm {
     }
 
     /// The request and descriptors that restore a checkpoint with these bases.
-    pub(crate) fn restore_request(files: &Checkpoint, bases: &[&Checkpoint], console: &File) -> Result<(Request, Vec<OwnedFd>)> {
-        let mut fds: Vec<OwnedFd> = vec![File::open(files.path("state"))?.into(), File::open(files.path("memory.index"))?.into()];
+    pub(crate) fn restore_request(
+        files: &Checkpoint,
+        bases: &[&Checkpoint],
+        console: &File,
+    ) -> Result<(Request, Vec<OwnedFd>)> {
+        let mut fds: Vec<OwnedFd> = vec![
+            File::open(files.path("state"))?.into(),
+            File::open(files.path("memory.index"))?.into(),
+        ];
         fds.push(console.try_clone()?.into());
         fds.push(File::open(files.path("memory"))?.into());
         for base in bases {
@@ -209,7 +249,12 @@ impl Vmm {
     /// Waits for the machine to end.
     pub(crate) fn wait_exit(&mut self) -> Result<ExitReason> {
         loop {
-            match self.channel.receive::<Message>()?.context("VMM is gone without a reason")?.message {
+            match self
+                .channel
+                .receive::<Message>()?
+                .context("VMM is gone without a reason")?
+                .message
+            {
                 Message::Event(Event::Exited(reason)) => {
                     assert_eq!(self.wait_process()?, WaitStatus::Exited(self.pid, 0));
                     return Ok(reason);
@@ -221,9 +266,11 @@ impl Vmm {
 
     /// Waits for the process to end.
     pub(crate) fn wait_process(&mut self) -> Result<WaitStatus> {
-        let status = eventually("VMM process ends", || match waitpid(self.pid, Some(WaitPidFlag::WNOHANG)) {
-            Ok(WaitStatus::StillAlive) => None,
-            other => Some(other),
+        let status = eventually("VMM process ends", || {
+            match waitpid(self.pid, Some(WaitPidFlag::WNOHANG)) {
+                Ok(WaitStatus::StillAlive) => None,
+                other => Some(other),
+            }
         })??;
         self.reaped = true;
         Ok(status)
@@ -239,7 +286,10 @@ pub(crate) struct Checkpoint {
 impl Checkpoint {
     /// An empty one; `number` makes its id.
     pub(crate) fn new(number: u8) -> Result<Self> {
-        Ok(Self { directory: tempfile::tempdir()?, id: format!("{number:032x}") })
+        Ok(Self {
+            directory: tempfile::tempdir()?,
+            id: format!("{number:032x}"),
+        })
     }
 
     /// Path of one of its files.
@@ -249,7 +299,10 @@ impl Checkpoint {
 
     /// New state, memory and index files.
     pub(crate) fn targets(&self) -> Result<Vec<OwnedFd>> {
-        ["state", "memory", "memory.index"].iter().map(|name| Ok(File::create_new(self.path(name))?.into())).collect()
+        ["state", "memory", "memory.index"]
+            .iter()
+            .map(|name| Ok(File::create_new(self.path(name))?.into()))
+            .collect()
     }
 }
 
@@ -270,7 +323,12 @@ pub(crate) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Option<T>) 
 /// Everything in a console file.
 pub(crate) fn text(console: &File) -> String {
     use std::os::unix::fs::FileExt;
-    let mut bytes = vec![0; console.metadata().map_or(0, |metadata| usize::try_from(metadata.len()).unwrap_or(0))];
+    let mut bytes = vec![
+        0;
+        console
+            .metadata()
+            .map_or(0, |metadata| usize::try_from(metadata.len()).unwrap_or(0))
+    ];
     let length = console.read_at(&mut bytes, 0).unwrap_or(0);
     bytes.truncate(length);
     String::from_utf8_lossy(&bytes).into_owned()
@@ -279,7 +337,9 @@ pub(crate) fn text(console: &File) -> String {
 /// Waits until a console has this many lines more than now.
 pub(crate) fn more_lines(console: &File, count: usize) -> Result<String> {
     let before = text(console).lines().count();
-    eventually("more console lines", || Some(text(console)).filter(|text| text.lines().count() > before + count))
+    eventually("more console lines", || {
+        Some(text(console)).filter(|text| text.lines().count() > before + count)
+    })
 }
 
 /// The numbers and generation words of a ticker's complete lines.

@@ -1,0 +1,138 @@
+//! How long a fork of a tiny guest with 1 GiB of memory takes, from the start of the process to the first exit of its vCPU:
+//!
+//! ```text
+//! fork_bench [FORKS] [AT_ONCE]
+//! ```
+//!
+//! The memory file is dense: every page of the gibibyte is in it.
+
+#[path = "../tests/common/mod.rs"]
+#[expect(dead_code, reason = "the tests use the rest")]
+mod common;
+
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use checkpoint::memory::{Extent, MemoryIndex, PAGE_SIZE};
+use common::{BEEPER, Checkpoint, Vmm, more_lines};
+use vmm::control::Request;
+
+const MEMORY: u64 = 1 << 30;
+
+/// Time from the start to each step.
+#[derive(Clone, Copy, Debug, Default)]
+struct Steps {
+    spawned: Duration,
+    restored: Duration,
+    resumed: Duration,
+    first_exit: Duration,
+}
+
+fn program() -> Result<PathBuf> {
+    Ok(std::env::current_exe()?
+        .parent()
+        .and_then(Path::parent)
+        .context("no directory")?
+        .join("ramet-vmm"))
+}
+
+/// A checkpoint whose memory file holds every page.
+fn dense_checkpoint() -> Result<Checkpoint> {
+    let console = tempfile::tempfile()?;
+    let vmm = Vmm::spawn(&program()?)?;
+    vmm.boot_tiny(&BEEPER, 1, MEMORY, &console)?;
+    more_lines(&console, 2)?;
+    let files = Checkpoint::new(1)?;
+    println!("save: {:?}", vmm.save(&files, false)?);
+    let index = MemoryIndex::read_from(File::open(files.path("memory.index"))?)?;
+    let sparse = File::open(files.path("memory"))?;
+    let dense = File::create(files.path("dense"))?;
+    for start in (0..MEMORY).step_by(1 << 20) {
+        dense.write_all_at(&[0x5a; 1 << 20], start)?;
+    }
+    for extent in &index.extents {
+        let mut pages = vec![0; usize::try_from(extent.pages * PAGE_SIZE)?];
+        sparse.read_exact_at(&mut pages, extent.source_page * PAGE_SIZE)?;
+        dense.write_all_at(&pages, extent.start * PAGE_SIZE)?;
+    }
+    std::fs::rename(files.path("dense"), files.path("memory"))?;
+    let whole = Extent {
+        start: 0,
+        pages: MEMORY / PAGE_SIZE,
+        source: 0,
+        source_page: 0,
+    };
+    std::fs::write(
+        files.path("memory.index"),
+        MemoryIndex::full(MEMORY / PAGE_SIZE, MEMORY, vec![whole])?.encode()?,
+    )?;
+    Ok(files)
+}
+
+/// Starts one fork and waits for its first output.
+fn fork(files: &Checkpoint) -> Result<(Vmm, Steps)> {
+    let (output, input) = std::io::pipe()?;
+    let start = Instant::now();
+    let vmm = Vmm::spawn(&program()?)?;
+    let spawned = start.elapsed();
+    let console = File::from(std::os::fd::OwnedFd::from(input));
+    let (request, fds) = Vmm::restore_request(files, &[], &console)?;
+    vmm.must(&request, &fds)?;
+    let restored = start.elapsed();
+    vmm.must(&Request::Resume, &[])?;
+    let resumed = start.elapsed();
+    (&output).read_exact(&mut [0])?;
+    Ok((
+        vmm,
+        Steps {
+            spawned,
+            restored,
+            resumed,
+            first_exit: start.elapsed(),
+        },
+    ))
+}
+
+fn report(what: &str, steps: &[Steps]) {
+    let column = |name: &str, pick: fn(&Steps) -> Duration| {
+        let mut values: Vec<Duration> = steps.iter().map(pick).collect();
+        values.sort_unstable();
+        let at = |percent: usize| values[(values.len() * percent / 100).min(values.len() - 1)];
+        println!("{what}: {name:<11} p50 {:>9.3?}  p99 {:>9.3?}", at(50), at(99));
+    };
+    column("spawned", |steps| steps.spawned);
+    column("restored", |steps| steps.restored);
+    column("resumed", |steps| steps.resumed);
+    column("first exit", |steps| steps.first_exit);
+}
+
+fn main() -> Result<()> {
+    let mut numbers = std::env::args().skip(1).map(|argument| argument.parse::<usize>());
+    let forks = numbers.next().transpose()?.unwrap_or(200);
+    let at_once = numbers.next().transpose()?.unwrap_or(50);
+    let files = dense_checkpoint()?;
+    let mut one_by_one = Vec::new();
+    for _ in 0..forks {
+        one_by_one.push(fork(&files)?.1);
+    }
+    report("one by one", &one_by_one);
+
+    let start = Instant::now();
+    let together: Vec<(Vmm, Steps)> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..at_once).map(|_| scope.spawn(|| fork(&files))).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("thread panicked")))
+            .collect::<Result<_>>()
+    })?;
+    println!(
+        "{at_once} at once: all had their first exit after {:.3?}",
+        start.elapsed()
+    );
+    report("at once", &together.iter().map(|(_, steps)| *steps).collect::<Vec<_>>());
+    Ok(())
+}
