@@ -2,13 +2,13 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 use crate::build::{self, cargo};
-use crate::workspace::{Workspace, say};
+use crate::workspace::{Workspace, capture, say};
 use crate::{guest, images, lab, setup};
 
 /// Options of `cargo xtask test`.
@@ -19,8 +19,8 @@ pub(crate) struct Args {
     no_lab: bool,
 }
 
-/// Tests of the VMM that need /dev/kvm have this in their path.
-const KVM_TIER: &str = "kvm_tier";
+/// The VMM's test program that runs tiny guests on this machine's /dev/kvm.
+const KVM_TIER: &str = "machine";
 
 /// Results of test programs, summed.
 #[derive(Default, Debug, PartialEq)]
@@ -77,8 +77,14 @@ pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
     setup::ensure()?;
     build::programs(ws, &build::all_packages())?;
     let mut summary = Summary::default();
-    let kvm_problem = kvm_problem();
-    unit_tests(ws, kvm_problem.as_deref(), &mut summary)?;
+    let mut left_out = Vec::new();
+    if let Some(reason) = kvm_problem() {
+        left_out = kvm_tier(ws)?;
+        for test in &left_out {
+            summary.skip(test, &reason);
+        }
+    }
+    native_tests(ws, &left_out, &mut summary)?;
     if args.no_lab {
         summary.skip("end-to-end tests", "--no-lab was given");
     } else if let Err(error) = end_to_end_tests(ws, &mut summary) {
@@ -96,12 +102,12 @@ pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
 
 /// Runs unit and property tests of all packages, and the VMM's tests with tiny guests. Those of package e2e that need
 /// the lab are not among them: Cargo.toml says so.
-fn unit_tests(ws: &Workspace, kvm_problem: Option<&str>, summary: &mut Summary) -> Result<()> {
+fn native_tests(ws: &Workspace, left_out: &[String], summary: &mut Summary) -> Result<()> {
     say("running unit and property tests, and the VMM's tests on /dev/kvm");
     let mut command = cargo(ws);
     command.args(["test", "--release", "--workspace", "--no-fail-fast", "--"]);
-    if kvm_problem.is_some() {
-        command.args(["--skip", KVM_TIER]);
+    for test in left_out {
+        command.args(["--skip", test]);
     }
     let mut child = command.stdout(Stdio::piped()).spawn().context("running cargo test")?;
     let stdout = child.stdout.take().context("cargo test has no stdout")?;
@@ -117,26 +123,23 @@ fn unit_tests(ws: &Workspace, kvm_problem: Option<&str>, summary: &mut Summary) 
         eprintln!("error: cargo test ended with {status}");
         summary.failed += 1;
     }
-    if let Some(reason) = kvm_problem {
-        skip_kvm_tier(ws, reason, summary)?;
-    }
     Ok(())
 }
 
-/// Lists the tests of the VMM's KVM tier as skipped.
-fn skip_kvm_tier(ws: &Workspace, reason: &str, summary: &mut Summary) -> Result<()> {
-    for (_, program) in build::tests(ws, "vmm", &[])? {
-        let output = std::process::Command::new(&program)
-            .args(["--list", "--format=terse", KVM_TIER])
-            .output();
-        let output = output.with_context(|| format!("listing the tests in {}", program.display()))?;
-        for line in String::from_utf8_lossy(&output.stdout).lines() {
-            if let Some(test) = line.strip_suffix(": test") {
-                summary.skip(test, reason);
-            }
-        }
+/// The names of the tests that need /dev/kvm.
+fn kvm_tier(ws: &Workspace) -> Result<Vec<String>> {
+    let mut tests = Vec::new();
+    for (_, program) in build::tests(ws, "vmm", &["--test", KVM_TIER])? {
+        let output = capture(Command::new(&program).args(["--list", "--format=terse"]))?;
+        let lines = String::from_utf8_lossy(&output);
+        tests.extend(
+            lines
+                .lines()
+                .filter_map(|line| line.strip_suffix(": test"))
+                .map(str::to_owned),
+        );
     }
-    Ok(())
+    Ok(tests)
 }
 
 /// Why /dev/kvm cannot be used on this machine.
