@@ -746,6 +746,20 @@ mod tests {
         assert!(refused(|i| i.sources.clear()).contains("sources, allowed are"));
     }
 
+    /// docs/checkpoint-format.md says when these bytes may change, and what must change with them.
+    #[test]
+    fn bytes_are_as_documented() {
+        let expected = [
+            b"RAMETMEM\x01\0\0\0\x02\0\0\0".as_slice(),
+            b"\x08\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0",
+            &[b"\0\x20\0\0\0\0\0\0".as_slice(), &[0; 32]].concat(),
+            &[b"\0\x40\0\0\0\0\0\0".as_slice(), &[b'b'; 32]].concat(),
+            b"\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+            b"\x05\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0",
+        ];
+        assert_eq!(small().encode().unwrap(), expected.concat());
+    }
+
     #[test]
     fn a_file_of_another_length_is_refused() {
         let error = small().validate_against(&[2 * PAGE_SIZE, 3 * PAGE_SIZE]).unwrap_err();

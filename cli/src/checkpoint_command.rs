@@ -359,7 +359,7 @@ impl Builder {
         self.progress
             .step(&format!("Saving the VM of container {}", self.source.container.id));
         self.checkpoint_task(&directory).await?;
-        let checkpoint = CheckpointManifest::read(&directory)?;
+        let checkpoint = CheckpointManifest::read(&directory).context("the shim left no usable checkpoint")?;
         let checkpoint_ms = milliseconds(started);
 
         let packing = Instant::now();

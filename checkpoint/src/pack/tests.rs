@@ -99,6 +99,31 @@ fn zeros_cost_next_to_nothing() {
     assert!(tar_of(temporary.path()).len() < 64 * 1024);
 }
 
+/// docs/checkpoint-format.md says when these bytes may change, and what must change with them.
+#[test]
+fn bytes_are_as_documented() {
+    let temporary = tempfile::tempdir().unwrap();
+    let source = temporary.path().join("source");
+    // A chunk of zeros, and one that zstd cannot make smaller.
+    let content = [vec![0; 256 << 10], b"abc".to_vec()].concat();
+    fs::write(&source, content).unwrap();
+    let source = File::open(&source).unwrap();
+    let mut packed = Vec::new();
+    file::pack(
+        &source,
+        &file::DataChunks::of(&source).unwrap(),
+        &mut packed,
+        &mut |_| {},
+    )
+    .unwrap();
+    let expected = [
+        b"RAMETPAK\x01\0\0\0\0\0\x04\0\x03\0\x04\0\0\0\0\0".as_slice(),
+        b"\x01\0\0\0\0\0\0\0\x03\0\0\0abc",
+        b"\x01\0\0\0\x02\0\0\0\0\0\0\0",
+    ];
+    assert_eq!(packed, expected.concat());
+}
+
 #[test]
 fn unpacking_twice_does_it_once() {
     let (_temporary, snapshot) = packed_snapshot();
