@@ -13,6 +13,8 @@
 //! Whatever goes wrong, the snapshot is removed and the lease dropped, and with it everything that was stored. If this process is killed, the
 //! lease expires.
 
+mod source;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -22,15 +24,10 @@ use anyhow::{Context, bail, ensure};
 use checkpoint::manifest::{CheckpointId, CheckpointManifest};
 use checkpoint::rootfs;
 use clap::ArgAction;
-use containerd_client::services::v1::container::Runtime;
 use containerd_client::services::v1::snapshots::{
-    CommitSnapshotRequest, PrepareSnapshotRequest, RemoveSnapshotRequest, StatSnapshotRequest,
+    CommitSnapshotRequest, PrepareSnapshotRequest, RemoveSnapshotRequest,
 };
-use containerd_client::services::v1::{
-    CheckpointTaskRequest, Container, CreateImageRequest, CreateRequest, DeleteRequest, GetContainerRequest,
-    GetRequest, Image,
-};
-use containerd_client::types::v1::Status;
+use containerd_client::services::v1::{CheckpointTaskRequest, CreateImageRequest, CreateRequest, DeleteRequest, Image};
 use containerd_client::types::{Descriptor, Mount};
 use prost::Message;
 use prost_types::{Any, Timestamp};
@@ -38,14 +35,15 @@ use serde::Serialize;
 use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 
+use self::source::Source;
 use crate::Connection;
-use crate::build::{self, Process};
-use crate::client::{Answer, Client, if_found};
+use crate::build;
+use crate::client::{Answer, Client};
 use crate::content::{self, Blob};
-use crate::image::{self, ResolvedImage};
+use crate::image;
 use crate::output::{self, Progress};
 
-/// What our runtime's name starts with.
+/// Name of our runtime.
 pub(crate) const RUNTIME: &str = "io.containerd.ramet.v2";
 /// How long a lease holds what a killed `ramet checkpoint` left, in seconds.
 const LEASE_SECONDS: i64 = 6 * 3600;
@@ -199,145 +197,6 @@ async fn create_lease(client: &Client, id: &str) -> anyhow::Result<()> {
         .create(request)
         .await
         .to(|| "create a lease".to_owned())?;
-    Ok(())
-}
-
-/// The container, and the image it was made from.
-#[derive(Debug)]
-struct Source {
-    container: Container,
-    /// Name of the snapshot below the container's.
-    parent_chain: String,
-    image: ResolvedImage,
-    process: Process,
-}
-
-impl Source {
-    async fn look_up(client: &Client, id: &str) -> anyhow::Result<Self> {
-        let request = client.request(GetContainerRequest { id: id.to_owned() });
-        let answer = client
-            .containers()
-            .get(request)
-            .await
-            .to(|| format!("look up container {id}"));
-        let Some(container) = if_found(answer)?.and_then(|response| response.container) else {
-            bail!("there is no container {id} in this namespace (see: ctr containers ls, and --namespace)");
-        };
-        check_runtime(id, container.runtime.as_ref())?;
-        check_running(client, id).await?;
-        let spec = container
-            .spec
-            .as_ref()
-            .with_context(|| format!("container {id} has no spec"))?;
-        let process = Process::from_spec(&spec.value)?;
-        let parent_chain = parent_chain(client, &container).await?;
-        let image = find_parent_image(client, &container, &parent_chain).await?;
-        check_layers(client, &image).await?;
-        Ok(Self {
-            container,
-            parent_chain,
-            image,
-            process,
-        })
-    }
-}
-
-fn check_runtime(id: &str, runtime: Option<&Runtime>) -> anyhow::Result<()> {
-    let name = runtime.map(|runtime| runtime.name.as_str()).unwrap_or_default();
-    ensure!(
-        name == RUNTIME,
-        "container {id} runs with {name}; only containers that were started with --runtime {RUNTIME} can be checkpointed"
-    );
-    Ok(())
-}
-
-async fn check_running(client: &Client, id: &str) -> anyhow::Result<()> {
-    let request = client.request(GetRequest {
-        container_id: id.to_owned(),
-        exec_id: String::new(),
-    });
-    let answer = client
-        .tasks()
-        .get(request)
-        .await
-        .to(|| format!("look up the task of container {id}"));
-    let Some(process) = if_found(answer)?.and_then(|response| response.process) else {
-        bail!("container {id} is not running; start it first: ctr task start {id}");
-    };
-    match process.status() {
-        Status::Running => Ok(()),
-        Status::Paused | Status::Pausing => {
-            bail!("container {id} is paused; resume it first: ctr task resume {id}")
-        }
-        Status::Unknown | Status::Created | Status::Stopped => {
-            bail!(
-                "container {id} is not running: its task is {}",
-                process.status().as_str_name().to_lowercase()
-            )
-        }
-    }
-}
-
-async fn parent_chain(client: &Client, container: &Container) -> anyhow::Result<String> {
-    let id = &container.id;
-    ensure!(
-        !container.snapshot_key.is_empty(),
-        "container {id} has no snapshot; only containers made from an image can be checkpointed"
-    );
-    let request = client.request(StatSnapshotRequest {
-        snapshotter: container.snapshotter.clone(),
-        key: container.snapshot_key.clone(),
-    });
-    let answer = client
-        .snapshots()
-        .stat(request)
-        .await
-        .to(|| format!("look up the snapshot of container {id}"))?;
-    let parent = answer.info.map(|info| info.parent).unwrap_or_default();
-    ensure!(
-        !parent.is_empty(),
-        "container {id} was not made from an image: its snapshot has no parent"
-    );
-    Ok(parent)
-}
-
-/// The image whose layers are the container's. It usually is the one the container names; that name may have been moved since.
-async fn find_parent_image(client: &Client, container: &Container, chain: &str) -> anyhow::Result<ResolvedImage> {
-    let fits = |image: &ResolvedImage| build::chain_id(&image.diff_ids()).as_deref() == Some(chain);
-    let mut named = Ok(());
-    if let Some(image) = image::find(client, &container.image).await? {
-        match image::resolve(client, &image).await {
-            Ok(image) if fits(&image) => return Ok(image),
-            Ok(_) => {}
-            Err(error) => named = Err(error),
-        }
-    }
-    for image in image::list(client).await? {
-        if let Ok(image) = image::resolve(client, &image).await
-            && fits(&image)
-        {
-            return Ok(image);
-        }
-    }
-    named.with_context(|| format!("cannot extend the image of container {}", container.id))?;
-    bail!(
-        "no image here has the layers of container {} (it was made from {}); pull that image again",
-        container.id,
-        container.image
-    )
-}
-
-/// An image with missing blobs could not be pushed or exported.
-async fn check_layers(client: &Client, image: &ResolvedImage) -> anyhow::Result<()> {
-    for layer in image.layers() {
-        let digest = layer.get("digest").and_then(Value::as_str).unwrap_or_default();
-        ensure!(
-            content::size(client, digest).await?.is_some(),
-            "layer {digest} of image {} is not in containerd's content store; fetch it first: ctr content fetch {}",
-            image.name,
-            image.name
-        );
-    }
     Ok(())
 }
 
@@ -566,22 +425,6 @@ mod tests {
         };
         // Field 1 varint 1, field 8 length 2.
         assert_eq!(options.encode_to_vec(), [0x08, 1, 0x42, 2, b'/', b'a']);
-    }
-
-    #[test]
-    fn only_our_own_runtime_is_accepted() {
-        let runtime = |name: &str| Runtime {
-            name: name.to_owned(),
-            options: None,
-        };
-        check_runtime("c1", Some(&runtime(RUNTIME))).unwrap();
-        let error = check_runtime("c1", Some(&runtime("io.containerd.runc.v2")))
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("container c1 runs with io.containerd.runc.v2"),
-            "{error}"
-        );
     }
 
     #[test]
