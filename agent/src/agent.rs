@@ -99,7 +99,10 @@ impl Agent {
         {
             let mut containers = lock(&self.containers);
             if containers.contains_key(id) {
-                return Err(AgentError::AlreadyExists { what: "container", id: id.to_owned() });
+                return Err(AgentError::AlreadyExists {
+                    what: "container",
+                    id: id.to_owned(),
+                });
             }
             containers.insert(id.to_owned(), Slot::Reserved);
         }
@@ -145,7 +148,8 @@ impl Agent {
     /// # Errors
     /// When there is none.
     pub fn stream_port(&self, header: &StreamHeader) -> Result<Arc<Port>> {
-        self.container(&header.container_id)?.port(&header.exec_id, header.stream)
+        self.container(&header.container_id)?
+            .port(&header.exec_id, header.stream)
     }
 
     /// Number of checkpoints so far.
@@ -166,13 +170,18 @@ impl Agent {
         let id = request.container_id.clone();
         rootfs::check_id(&id)?;
         if lock(&self.roots).contains_key(&id) {
-            return Err(AgentError::AlreadyExists { what: "root filesystem of container", id });
+            return Err(AgentError::AlreadyExists {
+                what: "root filesystem of container",
+                id,
+            });
         }
         let root = if request.reuse_rootfs_of.is_empty() {
             rootfs::mount_disks(&request).await?
         } else {
             let from = &request.reuse_rootfs_of;
-            lock(&self.roots).remove(from).ok_or_else(|| AgentError::not_found("root filesystem of container", from))?
+            lock(&self.roots)
+                .remove(from)
+                .ok_or_else(|| AgentError::not_found("root filesystem of container", from))?
         };
         let resolv_conf = lock(&self.resolv_conf).clone();
         let bundle = root.write_bundle(&request, &resolv_conf);
@@ -217,12 +226,15 @@ impl Agent {
             let _ = Cgroup::all().set_frozen(false, FREEZE_DEADLINE).await;
             return Err(error);
         }
-        let flushes: Vec<_> =
-            self.containers().iter().flat_map(|c| c.ports(true)).map(|port| port.flush()).collect();
+        let flushes: Vec<_> = self
+            .containers()
+            .iter()
+            .flat_map(|c| c.ports(true))
+            .map(|port| port.flush())
+            .collect();
         let all = async {
             for flush in flushes {
-                // A pump that has ended has nothing left.
-                let _ = flush.await;
+                flush.await;
             }
         };
         if tokio::time::timeout(FLUSH_DEADLINE, all).await.is_err() {
@@ -241,7 +253,9 @@ impl Agent {
     pub async fn thaw(&self, connection: ConnectionId, kill: &[String]) -> Result<()> {
         let _making = self.making.write().await;
         if !self.hold().may_thaw(connection) {
-            return Err(AgentError::Precondition("the guest was restored and must be renewed first".into()));
+            return Err(AgentError::Precondition(
+                "the guest was restored and must be renewed first".into(),
+            ));
         }
         let doomed = kill.iter().map(|id| self.container(id)).collect::<Result<Vec<_>>>()?;
         for container in &doomed {
@@ -338,7 +352,10 @@ mod tests {
     #[tokio::test]
     async fn a_create_that_fails_leaves_the_id_free() {
         let agent = Agent::default();
-        assert!(matches!(agent.create("../x", "/b".into(), Wanted::default()).await, Err(AgentError::Invalid(_))));
+        assert!(matches!(
+            agent.create("../x", "/b".into(), Wanted::default()).await,
+            Err(AgentError::Invalid(_))
+        ));
         assert!(lock(&agent.containers).is_empty());
         assert!(matches!(agent.container("c"), Err(AgentError::NotFound { .. })));
         assert!(agent.release("c").is_ok(), "releasing what is not there is fine");

@@ -70,7 +70,10 @@ impl Cgroup {
         fs::write(self.0.join("cgroup.freeze"), if frozen { "1" } else { "0" })
             .map_err(|error| self.failed("freeze", error))?;
         let wanted = u64::from(frozen);
-        self.wait("cgroup.events", deadline, |text| (value(text, "frozen")? == wanted).then_some(())).await
+        self.wait("cgroup.events", deadline, |text| {
+            (value(text, "frozen")? == wanted).then_some(())
+        })
+        .await
     }
 
     /// Waits until no process is left.
@@ -81,7 +84,10 @@ impl Cgroup {
         if !self.0.exists() {
             return Ok(());
         }
-        self.wait("cgroup.events", deadline, |text| (value(text, "populated")? == 0).then_some(())).await
+        self.wait("cgroup.events", deadline, |text| {
+            (value(text, "populated")? == 0).then_some(())
+        })
+        .await
     }
 
     /// Removes the group and those below it. A group that is gone is no error.
@@ -97,7 +103,10 @@ impl Cgroup {
 
     /// How many processes the OOM killer has taken.
     pub fn oom_kills(&self) -> u64 {
-        fs::read_to_string(self.0.join("memory.events")).ok().and_then(|text| value(&text, "oom_kill")).unwrap_or(0)
+        fs::read_to_string(self.0.join("memory.events"))
+            .ok()
+            .and_then(|text| value(&text, "oom_kill"))
+            .unwrap_or(0)
     }
 
     /// Returns when the OOM killer has taken more than `seen` processes.
@@ -105,7 +114,10 @@ impl Cgroup {
     /// # Errors
     /// When the group goes away.
     pub async fn wait_oom(&self, seen: u64) -> Result<u64> {
-        self.wait("memory.events", Duration::MAX, |text| value(text, "oom_kill").filter(|&count| count > seen)).await
+        self.wait("memory.events", Duration::MAX, |text| {
+            value(text, "oom_kill").filter(|&count| count > seen)
+        })
+        .await
     }
 
     /// Reads a file of the group; empty when it does not exist.
@@ -143,7 +155,8 @@ async fn wait_for<T>(path: &Path, check: impl Fn(&str) -> Option<T>) -> io::Resu
 
 /// The number behind `key` in a file of `key value` lines.
 pub fn value(text: &str, key: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
+    text.lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
 fn collect_pids(directory: &Path, depth: usize, pids: &mut Vec<u32>) -> io::Result<()> {

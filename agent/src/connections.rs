@@ -104,9 +104,14 @@ fn in_proc() -> io::Result<usize> {
 /// `sl local_address rem_address st …`; addresses are words in the machine's byte order, in hex.
 fn is_connection(line: &str) -> bool {
     let mut fields = line.split_whitespace().skip(2);
-    let address = fields.next().and_then(|field| field.split_once(':')).map(|(address, _)| address);
+    let address = fields
+        .next()
+        .and_then(|field| field.split_once(':'))
+        .map(|(address, _)| address);
     let state = fields.next().and_then(|state| u32::from_str_radix(state, 16).ok());
-    let (Some(address), Some(state)) = (address.and_then(proc_address), state) else { return false };
+    let (Some(address), Some(state)) = (address.and_then(proc_address), state) else {
+        return false;
+    };
     state < 32 && STATES & (1 << state) != 0 && !is_loopback(address)
 }
 
@@ -135,8 +140,14 @@ mod tests {
         assert!(!is_connection(&line("0100007F:0050", "01")), "loopback");
         assert!(!is_connection(&line("0200000A:0050", "06")), "TIME_WAIT");
         assert!(!is_connection(&line("00000000:0000", "0A")), "a listener");
-        assert!(is_connection(&line("B80D0120000000000000000001000000:0050", "01")), "IPv6");
-        assert!(!is_connection(&line("0000000000000000FFFF00000100007F:0050", "01")), "mapped loopback");
+        assert!(
+            is_connection(&line("B80D0120000000000000000001000000:0050", "01")),
+            "IPv6"
+        );
+        assert!(
+            !is_connection(&line("0000000000000000FFFF00000100007F:0050", "01")),
+            "mapped loopback"
+        );
         assert!(!is_connection("  sl  local_address rem_address   st"));
     }
 

@@ -76,7 +76,10 @@ impl Container {
         let made = runtime::make(reaper, &id, Make::Init { bundle: &bundle }, child, wanted.terminal).await?;
         init.pid = u32::try_from(made.pid).unwrap_or(0);
         let connected = init.connect(ours, made.terminal);
-        let processes = Processes { by_id: HashMap::from([(String::new(), init)]), init_exit: None };
+        let processes = Processes {
+            by_id: HashMap::from([(String::new(), init)]),
+            init_exit: None,
+        };
         let container = Arc::new(Self {
             group: Cgroup::of_container(&id),
             id,
@@ -120,7 +123,10 @@ impl Container {
     pub fn exec(&self, exec_id: &str, wanted: Wanted, spec: String) -> Result<()> {
         let mut processes = self.processes();
         if processes.by_id.contains_key(exec_id) {
-            return Err(AgentError::AlreadyExists { what: "exec", id: exec_id.to_owned() });
+            return Err(AgentError::AlreadyExists {
+                what: "exec",
+                id: exec_id.to_owned(),
+            });
         }
         let init = processes.get("")?;
         refused(init.status, Operation::Exec, &self.id)?;
@@ -171,7 +177,12 @@ impl Container {
         let mut processes = self.processes();
         let process = processes.get(exec_id)?;
         let exit = *process.exit.borrow();
-        Ok(Snapshot { pid: process.pid, status: process.status, exit, terminal: process.wanted.terminal })
+        Ok(Snapshot {
+            pid: process.pid,
+            status: process.status,
+            exit,
+            terminal: process.wanted.terminal,
+        })
     }
 
     /// Waits until a process has ended.
@@ -181,7 +192,10 @@ impl Container {
     pub async fn wait(&self, exec_id: &str) -> Result<Exit> {
         let mut exit = self.processes().get(exec_id)?.exit.subscribe();
         let ended = exit.wait_for(Option::is_some).await.map(|exit| *exit);
-        ended.ok().flatten().ok_or_else(|| AgentError::not_found("process", exec_id))
+        ended
+            .ok()
+            .flatten()
+            .ok_or_else(|| AgentError::not_found("process", exec_id))
     }
 
     /// Sends a signal to a process, or to all of the container.
@@ -238,7 +252,11 @@ impl Container {
             }
         }
         self.drain(exec_id).await;
-        let exit = self.processes().get(exec_id).ok().and_then(|process| *process.exit.borrow());
+        let exit = self
+            .processes()
+            .get(exec_id)
+            .ok()
+            .and_then(|process| *process.exit.borrow());
         if exec_id.is_empty() {
             self.group.wait_empty(KILL_DEADLINE).await?;
             self.group.remove()?;
@@ -269,7 +287,11 @@ impl Container {
     pub fn port(&self, exec_id: &str, kind: StreamKind) -> Result<Arc<Port>> {
         let mut processes = self.processes();
         let process = processes.get(exec_id)?;
-        process.streams.port(kind).cloned().ok_or_else(|| AgentError::not_found("stream", format!("{kind:?}")))
+        process
+            .streams
+            .port(kind)
+            .cloned()
+            .ok_or_else(|| AgentError::not_found("stream", format!("{kind:?}")))
     }
 
     /// Every stream of every process.
@@ -358,14 +380,17 @@ impl Container {
     /// When the kernel refuses one.
     pub fn update(&self, resources: &LinuxResources) -> Result<()> {
         use libcgroups::common::{CgroupManager, ControllerOpt};
-        let failed = |error: &dyn std::error::Error| AgentError::Runtime(format!("update container {}: {error}", self.id));
-        let manager = libcgroups::v2::manager::Manager::new(
-            crate::cgroup::MOUNT.into(),
-            Cgroup::spec_path(&self.id).into(),
-        )
-        .map_err(|error| failed(&error))?;
-        let options =
-            ControllerOpt { resources, freezer_state: None, oom_score_adj: None, disable_oom_killer: false };
+        let failed =
+            |error: &dyn std::error::Error| AgentError::Runtime(format!("update container {}: {error}", self.id));
+        let manager =
+            libcgroups::v2::manager::Manager::new(crate::cgroup::MOUNT.into(), Cgroup::spec_path(&self.id).into())
+                .map_err(|error| failed(&error))?;
+        let options = ControllerOpt {
+            resources,
+            freezer_state: None,
+            oom_score_adj: None,
+            disable_oom_killer: false,
+        };
         manager.apply(&options).map_err(|error| failed(&error))
     }
 
@@ -410,9 +435,10 @@ impl Processes {
     /// Init's exit is the last that is heard of a container.
     fn report_init(&mut self) {
         let Some(exit) = self.init_exit else { return };
-        let execs_run = self.by_id.iter().any(|(id, process)| {
-            !id.is_empty() && process.pid != 0 && process.status != Status::Stopped
-        });
+        let execs_run = self
+            .by_id
+            .iter()
+            .any(|(id, process)| !id.is_empty() && process.pid != 0 && process.status != Status::Stopped);
         if !execs_run && let Some(init) = self.by_id.get_mut("") {
             init.finish(exit);
         }
@@ -452,7 +478,10 @@ mod tests {
         let mut init = Process::new(Wanted::default(), None, &held);
         init.status = Status::Running;
         init.pid = 10;
-        let processes = Processes { by_id: HashMap::from([(String::new(), init)]), init_exit: None };
+        let processes = Processes {
+            by_id: HashMap::from([(String::new(), init)]),
+            init_exit: None,
+        };
         let container = Container {
             id: "no-such-container".into(),
             bundle: "/b".into(),
@@ -465,7 +494,10 @@ mod tests {
     }
 
     fn exit(status: u32) -> Exit {
-        Exit { status, at: SystemTime::UNIX_EPOCH }
+        Exit {
+            status,
+            at: SystemTime::UNIX_EPOCH,
+        }
     }
 
     #[tokio::test]
@@ -499,13 +531,22 @@ mod tests {
         container.exec("e", Wanted::default(), "{}".into()).expect("init runs");
         let again = container.exec("e", Wanted::default(), "{}".into());
         assert!(matches!(again, Err(AgentError::AlreadyExists { .. })));
-        assert!(matches!(container.kill("e", 9, false), Err(AgentError::Precondition(_))));
-        assert!(matches!(container.kill("x", 9, false), Err(AgentError::NotFound { .. })));
+        assert!(matches!(
+            container.kill("e", 9, false),
+            Err(AgentError::Precondition(_))
+        ));
+        assert!(matches!(
+            container.kill("x", 9, false),
+            Err(AgentError::NotFound { .. })
+        ));
         assert!(matches!(container.kill("", 99, false), Err(AgentError::Invalid(_))));
         assert!(matches!(container.delete("").await, Err(AgentError::Runtime(_))));
         assert!(matches!(container.resume().await, Err(AgentError::Runtime(_))));
         container.ended("", exit(0));
         assert!(matches!(container.kill("", 9, false), Err(AgentError::Finished)));
-        assert!(matches!(container.exec("f", Wanted::default(), "{}".into()), Err(AgentError::Precondition(_))));
+        assert!(matches!(
+            container.exec("f", Wanted::default(), "{}".into()),
+            Err(AgentError::Precondition(_))
+        ));
     }
 }

@@ -84,15 +84,22 @@ pub fn main(args: &[String]) -> Result<()> {
 }
 
 fn create(id: &str, bundle: &Path, console: Option<&str>) -> Result<i32> {
-    let container = builder(id, console, None)?.as_init(bundle).with_systemd(false).with_detach(true).build()?;
+    let container = builder(id, console, None)?
+        .as_init(bundle)
+        .with_systemd(false)
+        .with_detach(true)
+        .build()?;
     container.pid().map(nix_pid).context("the container has no pid")
 }
 
 fn exec(id: &str, process: &Path, console: Option<&str>) -> Result<i32> {
     let config: Process = serde_json::from_reader(File::open(process)?).context("read the process")?;
     let seccomp = exec_seccomp(id, &config)?;
-    let pid =
-        builder(id, console, seccomp)?.as_tenant().with_detach(true).with_process(Some(process)).build()?;
+    let pid = builder(id, console, seccomp)?
+        .as_tenant()
+        .with_detach(true)
+        .with_process(Some(process))
+        .build()?;
     Ok(nix_pid(pid))
 }
 

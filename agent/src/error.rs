@@ -56,7 +56,10 @@ pub enum AgentError {
 impl AgentError {
     /// A failed system call or file operation: what was tried on what, and why not.
     pub fn io(what: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
-        Self::Io { what: what.into(), source: source.into() }
+        Self::Io {
+            what: what.into(),
+            source: source.into(),
+        }
     }
 
     /// An unknown id.
@@ -106,7 +109,13 @@ mod tests {
         let cases = [
             (AgentError::not_found("container", "a"), Code::NOT_FOUND),
             (AgentError::Finished, Code::NOT_FOUND),
-            (AgentError::AlreadyExists { what: "container", id: "a".into() }, Code::ALREADY_EXISTS),
+            (
+                AgentError::AlreadyExists {
+                    what: "container",
+                    id: "a".into(),
+                },
+                Code::ALREADY_EXISTS,
+            ),
             (AgentError::Precondition("x".into()), Code::FAILED_PRECONDITION),
             (AgentError::Invalid("x".into()), Code::INVALID_ARGUMENT),
             (AgentError::Unimplemented("Checkpoint"), Code::UNIMPLEMENTED),

@@ -20,7 +20,10 @@ impl Executor for Program {
         let args = args(spec).map_err(ExecutorError::Other)?;
         let path = find(spec).map_err(ExecutorError::Other)?;
         let path = c_string(path.as_os_str().as_encoded_bytes()).map_err(ExecutorError::Other)?;
-        let args = args.iter().map(|a| c_string(a.as_bytes())).collect::<Result<Vec<_>, _>>();
+        let args = args
+            .iter()
+            .map(|a| c_string(a.as_bytes()))
+            .collect::<Result<Vec<_>, _>>();
         let args = args.map_err(ExecutorError::Other)?;
         crate::sys::default_signals();
         if let Some(seccomp) = &self.exec_seccomp {
@@ -28,33 +31,57 @@ impl Executor for Program {
                 .map_err(|error| ExecutorError::Other(format!("load the seccomp profile: {error}")))?;
         }
         let Err(error) = nix::unistd::execv(&path, &args);
-        Err(ExecutorError::Other(format!("exec {:?}: {}", path.to_string_lossy(), describe(error))))
+        Err(ExecutorError::Other(format!(
+            "exec {:?}: {}",
+            path.to_string_lossy(),
+            describe(error)
+        )))
     }
 
     fn validate(&self, spec: &Spec) -> Result<(), ExecutorValidationError> {
-        find(spec).map(drop).map_err(ExecutorValidationError::ArgValidationError)
+        find(spec)
+            .map(drop)
+            .map_err(ExecutorValidationError::ArgValidationError)
     }
 }
 
 fn args(spec: &Spec) -> Result<&[String], String> {
-    let args = spec.process().as_ref().and_then(|p| p.args().as_deref()).unwrap_or_default();
-    if args.is_empty() { Err("the process has no args".into()) } else { Ok(args) }
+    let args = spec
+        .process()
+        .as_ref()
+        .and_then(|p| p.args().as_deref())
+        .unwrap_or_default();
+    if args.is_empty() {
+        Err("the process has no args".into())
+    } else {
+        Ok(args)
+    }
 }
 
 /// The program of the spec, looked up as execvp(3) does with the process's own PATH.
 fn find(spec: &Spec) -> Result<PathBuf, String> {
     let name = args(spec)?.first().map(String::as_str).unwrap_or_default();
-    let env = spec.process().as_ref().and_then(|p| p.env().as_deref()).unwrap_or_default();
-    let path = env.iter().rev().find_map(|entry| entry.strip_prefix("PATH=")).unwrap_or_default();
+    let env = spec
+        .process()
+        .as_ref()
+        .and_then(|p| p.env().as_deref())
+        .unwrap_or_default();
+    let path = env
+        .iter()
+        .rev()
+        .find_map(|entry| entry.strip_prefix("PATH="))
+        .unwrap_or_default();
     look_up(name, path)
 }
 
 fn look_up(name: &str, path: &str) -> Result<PathBuf, String> {
     if name.contains('/') {
-        return check(Path::new(name)).map(|()| name.into()).map_err(|error| match error {
-            Errno::ENOENT => format!("exec: {name:?}: stat {name}: {}", describe(error)),
-            error => format!("exec: {name:?}: {}", describe(error)),
-        });
+        return check(Path::new(name))
+            .map(|()| name.into())
+            .map_err(|error| match error {
+                Errno::ENOENT => format!("exec: {name:?}: stat {name}: {}", describe(error)),
+                error => format!("exec: {name:?}: {}", describe(error)),
+            });
     }
     let mut denied = false;
     for directory in path.split(':').filter(|_| !name.is_empty()) {
@@ -65,15 +92,17 @@ fn look_up(name: &str, path: &str) -> Result<PathBuf, String> {
             Err(_) => {}
         }
     }
-    let why = if denied { "permission denied" } else { "executable file not found in $PATH" };
+    let why = if denied {
+        "permission denied"
+    } else {
+        "executable file not found in $PATH"
+    };
     Err(format!("exec: {name:?}: {why}"))
 }
 
 /// Whether a path is something that could be executed.
 fn check(path: &Path) -> Result<(), Errno> {
-    let metadata = std::fs::metadata(path).map_err(|error| {
-        error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
-    })?;
+    let metadata = std::fs::metadata(path).map_err(|error| error.raw_os_error().map_or(Errno::EIO, Errno::from_raw))?;
     if metadata.is_dir() {
         return Err(Errno::EISDIR);
     }
@@ -109,13 +138,25 @@ mod tests {
         let plain = file(directory.path(), "plain", 0o644);
         let program = file(directory.path(), "program", 0o755);
 
-        assert_eq!(look_up("program", &format!("/nowhere:{root}")), Ok(program.clone().into()));
+        assert_eq!(
+            look_up("program", &format!("/nowhere:{root}")),
+            Ok(program.clone().into())
+        );
         assert_eq!(look_up(&program, ""), Ok(program.into()));
-        assert_eq!(look_up("nosuch", root), Err("exec: \"nosuch\": executable file not found in $PATH".into()));
+        assert_eq!(
+            look_up("nosuch", root),
+            Err("exec: \"nosuch\": executable file not found in $PATH".into())
+        );
         assert_eq!(look_up("plain", root), Err("exec: \"plain\": permission denied".into()));
-        assert_eq!(look_up(&plain, root), Err(format!("exec: {plain:?}: permission denied")));
+        assert_eq!(
+            look_up(&plain, root),
+            Err(format!("exec: {plain:?}: permission denied"))
+        );
         assert_eq!(look_up(root, ""), Err(format!("exec: {root:?}: is a directory")));
-        assert_eq!(look_up("", root), Err("exec: \"\": executable file not found in $PATH".into()));
+        assert_eq!(
+            look_up("", root),
+            Err("exec: \"\": executable file not found in $PATH".into())
+        );
         assert_eq!(
             look_up("/nosuch", root),
             Err("exec: \"/nosuch\": stat /nosuch: no such file or directory".into())

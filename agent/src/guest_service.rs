@@ -44,7 +44,10 @@ impl Guest for GuestService {
     ) -> ttrpc::Result<guest::PrepareContainerResponse> {
         let agent = self.agent.clone();
         let bundle = detached(async move { agent.prepare(request).await }).await?;
-        Ok(guest::PrepareContainerResponse { bundle: bundle.to_string_lossy().into_owned(), ..Default::default() })
+        Ok(guest::PrepareContainerResponse {
+            bundle: bundle.to_string_lossy().into_owned(),
+            ..Default::default()
+        })
     }
 
     async fn release_container(
@@ -79,21 +82,27 @@ impl Guest for GuestService {
     async fn renew(&self, _: &TtrpcContext, request: guest::RenewRequest) -> ttrpc::Result<guest::RenewResponse> {
         let agent = self.agent.clone();
         let closed_connections = detached(async move { agent.renew(&request).await }).await?;
-        Ok(guest::RenewResponse { closed_connections, ..Default::default() })
+        Ok(guest::RenewResponse {
+            closed_connections,
+            ..Default::default()
+        })
     }
 
-    async fn configure_network(
-        &self,
-        _: &TtrpcContext,
-        request: guest::NetworkConfig,
-    ) -> ttrpc::Result<guest::Empty> {
+    async fn configure_network(&self, _: &TtrpcContext, request: guest::NetworkConfig) -> ttrpc::Result<guest::Empty> {
         self.agent.configure_network(&request)?;
         Ok(guest::Empty::new())
     }
 
-    async fn wait_oom(&self, _: &TtrpcContext, request: guest::WaitOomRequest) -> ttrpc::Result<guest::WaitOomResponse> {
+    async fn wait_oom(
+        &self,
+        _: &TtrpcContext,
+        request: guest::WaitOomRequest,
+    ) -> ttrpc::Result<guest::WaitOomResponse> {
         let container = self.agent.container(&request.container_id)?;
         let count = container.group().wait_oom(request.seen).await?;
-        Ok(guest::WaitOomResponse { count, ..Default::default() })
+        Ok(guest::WaitOomResponse {
+            count,
+            ..Default::default()
+        })
     }
 }

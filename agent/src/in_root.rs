@@ -42,7 +42,9 @@ impl InRoot {
     /// # Errors
     /// When something else is in the way.
     pub fn make_directories(&self, path: &Path) -> Result<()> {
-        self.directory(path).map(drop).map_err(|error| failed("make directory", path, error))
+        self.directory(path)
+            .map(drop)
+            .map_err(|error| failed("make directory", path, error))
     }
 
     /// Puts a regular file in the place of whatever had the name, unless that is a directory.
@@ -50,7 +52,8 @@ impl InRoot {
     /// # Errors
     /// When it cannot be written; `EROFS` is [`AgentError::Io`] like all others.
     pub fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<()> {
-        self.replace(path, content, mode).map_err(|error| failed("write", path, error))
+        self.replace(path, content, mode)
+            .map_err(|error| failed("write", path, error))
     }
 
     fn replace(&self, path: &Path, content: &[u8], mode: u32) -> nix::Result<()> {
@@ -109,7 +112,11 @@ fn names(path: &Path) -> nix::Result<Vec<&OsStr>> {
             Component::ParentDir | Component::Prefix(_) => return Err(Errno::EINVAL),
         }
     }
-    if names.len() > MAX_DEPTH { Err(Errno::ENAMETOOLONG) } else { Ok(names) }
+    if names.len() > MAX_DEPTH {
+        Err(Errno::ENAMETOOLONG)
+    } else {
+        Ok(names)
+    }
 }
 
 fn failed(what: &str, path: &Path, error: Errno) -> AgentError {
@@ -134,8 +141,10 @@ mod tests {
     #[test]
     fn files_are_written_with_their_directories_and_mode() {
         let (_directory, path, root) = root();
-        root.write(Path::new("/run/ramet/fork.json"), b"{}", 0o640).expect("nothing is in the way");
-        root.write(Path::new("/run/ramet/fork.json"), b"{1}", 0o644).expect("it is replaced");
+        root.write(Path::new("/run/ramet/fork.json"), b"{}", 0o640)
+            .expect("nothing is in the way");
+        root.write(Path::new("/run/ramet/fork.json"), b"{1}", 0o644)
+            .expect("it is replaced");
         let file = path.join("run/ramet/fork.json");
         assert_eq!(fs::read(&file).expect("a file"), b"{1}");
         assert_eq!(fs::metadata(&file).expect("a file").mode() & 0o7777, 0o644);
@@ -155,7 +164,8 @@ mod tests {
         assert!(root.write(Path::new("/absolute/x"), b"", 0o644).is_err());
         let _ = root.write(Path::new("/relative/x"), b"", 0o644);
         assert_eq!(fs::read_dir(&outside).expect("a directory").count(), 0);
-        root.write(Path::new("/etc/resolv.conf"), b"nameserver", 0o644).expect("the link is replaced");
+        root.write(Path::new("/etc/resolv.conf"), b"nameserver", 0o644)
+            .expect("the link is replaced");
         assert_eq!(fs::read(directory.path().join("target")).expect("a file"), b"untouched");
         assert!(root.write(Path::new("/etc/../../x"), b"", 0o644).is_err());
     }
@@ -165,7 +175,8 @@ mod tests {
         let (_directory, path, root) = root();
         fs::create_dir(path.join("real")).expect("a directory");
         symlink("/real", path.join("link")).expect("a link");
-        root.write(Path::new("/link/file"), b"x", 0o600).expect("it stays inside");
+        root.write(Path::new("/link/file"), b"x", 0o600)
+            .expect("it stays inside");
         assert!(path.join("real/file").exists());
         assert!(root.is_file(Path::new("/link/file")));
         assert!(!root.is_file(Path::new("/real")));

@@ -61,7 +61,10 @@ pub fn main() {
 /// # Errors
 /// When a listener cannot be made or breaks.
 pub fn serve(doors: Doors) -> Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
     // PID 1 inherits orphans anyway; a container's init is one.
     nix::sys::prctl::set_child_subreaper(true).context("become the parent of orphans")?;
     runtime.block_on(async {
@@ -113,9 +116,10 @@ fn power_off() {
 fn open(doors: &Doors) -> io::Result<(Listener, Listener)> {
     match doors {
         Doors::Vsock => Ok((Listener::vsock(ports::RPC)?, Listener::vsock(ports::STREAMS)?)),
-        Doors::Unix(directory) => {
-            Ok((Listener::unix(&directory.join("rpc.sock"))?, Listener::unix(&directory.join("streams.sock"))?))
-        }
+        Doors::Unix(directory) => Ok((
+            Listener::unix(&directory.join("rpc.sock"))?,
+            Listener::unix(&directory.join("streams.sock"))?,
+        )),
     }
 }
 
@@ -173,7 +177,12 @@ fn new_root() -> Result<()> {
         ("sys", "sysfs", closed, ""),
         ("sys/fs/cgroup", "cgroup2", closed, "nsdelegate"),
         ("dev", "devtmpfs", MsFlags::MS_NOSUID, "mode=0755"),
-        ("dev/pts", "devpts", MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, "ptmxmode=0666,mode=0620,gid=5"),
+        (
+            "dev/pts",
+            "devpts",
+            MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC,
+            "ptmxmode=0666,mode=0620,gid=5",
+        ),
         ("dev/shm", "tmpfs", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=1777"),
         ("run", "tmpfs", MsFlags::MS_NOSUID | MsFlags::MS_NODEV, "mode=0755"),
     ];
@@ -209,11 +218,19 @@ pub fn enable_controllers() -> io::Result<()> {
 
 fn kernel_log_level() -> tracing::Level {
     let command_line = fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let level = command_line.split_whitespace().find_map(|word| word.strip_prefix("ramet.log="));
-    level.and_then(|level| level.parse().ok()).unwrap_or(tracing::Level::WARN)
+    let level = command_line
+        .split_whitespace()
+        .find_map(|word| word.strip_prefix("ramet.log="));
+    level
+        .and_then(|level| level.parse().ok())
+        .unwrap_or(tracing::Level::WARN)
 }
 
 /// Logs to the console. Each byte there is a VM exit, so only what matters is said.
 pub fn log_to_console(level: tracing::Level) {
-    tracing_subscriber::fmt().with_max_level(level).with_ansi(false).with_writer(io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_ansi(false)
+        .with_writer(io::stderr)
+        .init();
 }

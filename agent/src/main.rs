@@ -10,13 +10,17 @@ fn main() -> ExitCode {
         Some((command, rest)) if command == "container" => agent::container_command::main(rest),
         Some((command, [directory])) if command == "serve" => {
             init::log_to_console(tracing::Level::DEBUG);
-            init::enable_controllers().map_err(Into::into).and_then(|()| init::serve(Doors::Unix(directory.into())))
+            init::enable_controllers()
+                .map_err(Into::into)
+                .and_then(|()| init::serve(Doors::Unix(directory.into())))
         }
         _ if std::process::id() == 1 => {
             init::main();
             Ok(())
         }
-        _ => Err(anyhow::anyhow!("usage: ramet-agent serve DIRECTORY; or as PID 1 of a guest")),
+        _ => Err(anyhow::anyhow!(
+            "usage: ramet-agent serve DIRECTORY; or as PID 1 of a guest"
+        )),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

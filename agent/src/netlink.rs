@@ -190,7 +190,9 @@ mod tests {
     fn the_kernel_answers() {
         let netlink = Netlink::route().expect("any process may open one");
         let mut links = 0;
-        netlink.dump(libc::RTM_GETLINK, &Body::new(&[0; 16]), |_, _| links += 1).expect("any process may ask");
+        netlink
+            .dump(libc::RTM_GETLINK, &Body::new(&[0; 16]), |_, _| links += 1)
+            .expect("any process may ask");
         assert!(links > 0, "there is at least lo");
         // An unknown request is refused, not ignored.
         assert!(netlink.request(libc::RTM_DELLINK, 0, &Body::new(&[0; 16])).is_err());

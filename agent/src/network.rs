@@ -36,7 +36,11 @@ impl Cidr {
         let address: IpAddr = address.parse().map_err(|_| invalid())?;
         let prefix: u8 = prefix.parse().map_err(|_| invalid())?;
         let longest = if address.is_ipv4() { 32 } else { 128 };
-        if prefix > longest { Err(invalid()) } else { Ok(Self { address, prefix }) }
+        if prefix > longest {
+            Err(invalid())
+        } else {
+            Ok(Self { address, prefix })
+        }
     }
 }
 
@@ -77,19 +81,31 @@ fn plan(config: &NetworkConfig) -> Result<Option<Plan>> {
     if config.addresses.len() > MAX_ENTRIES || config.routes.len() > MAX_ENTRIES {
         return Err(AgentError::Invalid("too many addresses or routes".into()));
     }
-    let addresses = config.addresses.iter().map(|address| Cidr::parse(&address.cidr)).collect::<Result<_>>()?;
+    let addresses = config
+        .addresses
+        .iter()
+        .map(|address| Cidr::parse(&address.cidr))
+        .collect::<Result<_>>()?;
     let mut routes = Vec::new();
     for route in &config.routes {
         let destination = Some(route.destination.as_str()).filter(|text| !text.is_empty());
         let gateway = Some(route.gateway.as_str()).filter(|text| !text.is_empty());
         let gateway = gateway
-            .map(|text| text.parse().map_err(|_| AgentError::Invalid(format!("{text:?} is not an address"))))
+            .map(|text| {
+                text.parse()
+                    .map_err(|_| AgentError::Invalid(format!("{text:?} is not an address")))
+            })
             .transpose()?;
         routes.push((destination.map(Cidr::parse).transpose()?, gateway));
     }
     // On-link routes first: a gateway must be reachable when its route is added.
     routes.sort_by_key(|(_, gateway)| gateway.is_some());
-    Ok(Some(Plan { mac: parse_mac(&config.mac)?, mtu: config.mtu, addresses, routes }))
+    Ok(Some(Plan {
+        mac: parse_mac(&config.mac)?,
+        mtu: config.mtu,
+        addresses,
+        routes,
+    }))
 }
 
 /// Reads `aa:bb:cc:dd:ee:ff`.
@@ -101,7 +117,11 @@ fn parse_mac(text: &str) -> Result<[u8; 6]> {
         let part = parts.next().filter(|part| part.len() == 2).ok_or_else(invalid)?;
         *byte = u8::from_str_radix(part, 16).map_err(|_| invalid())?;
     }
-    if parts.next().is_some() { Err(invalid()) } else { Ok(mac) }
+    if parts.next().is_some() {
+        Err(invalid())
+    } else {
+        Ok(mac)
+    }
 }
 
 /// The first Ethernet interface that is not ours by name: the VM has one.
@@ -122,14 +142,18 @@ fn find_link(netlink: &Netlink) -> Result<i32> {
 fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
     let failed = |what: String| move |error: io::Error| AgentError::io(what, error);
     // The driver only takes another MAC while the link is down; that also drops routes and neighbours.
-    netlink.request(libc::RTM_NEWLINK, 0, &link_body(link, false)).map_err(failed("take down the interface".into()))?;
+    netlink
+        .request(libc::RTM_NEWLINK, 0, &link_body(link, false))
+        .map_err(failed("take down the interface".into()))?;
     remove_all(netlink, link, libc::RTM_GETADDR, libc::RTM_DELADDR, IFADDRMSG, 4)
         .map_err(failed("remove the old addresses".into()))?;
     let mut body = link_body(link, true).attribute(libc::IFLA_ADDRESS, &plan.mac);
     if plan.mtu != 0 {
         body = body.attribute(libc::IFLA_MTU, &plan.mtu.to_ne_bytes());
     }
-    netlink.request(libc::RTM_NEWLINK, 0, &body).map_err(failed("set up the interface".into()))?;
+    netlink
+        .request(libc::RTM_NEWLINK, 0, &body)
+        .map_err(failed("set up the interface".into()))?;
     for address in &plan.addresses {
         netlink
             .request(libc::RTM_NEWADDR, CREATE_REPLACE, &address_body(link, *address))
@@ -137,8 +161,18 @@ fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
     }
     for (destination, gateway) in &plan.routes {
         netlink
-            .request(libc::RTM_NEWROUTE, CREATE_EXCL, &route_body(link, *destination, *gateway))
-            .or_else(|error| if error.raw_os_error() == Some(libc::EEXIST) { Ok(()) } else { Err(error) })
+            .request(
+                libc::RTM_NEWROUTE,
+                CREATE_EXCL,
+                &route_body(link, *destination, *gateway),
+            )
+            .or_else(|error| {
+                if error.raw_os_error() == Some(libc::EEXIST) {
+                    Ok(())
+                } else {
+                    Err(error)
+                }
+            })
             .map_err(failed(format!("add route {destination:?} by {gateway:?}")))?;
     }
     remove_all(netlink, link, libc::RTM_GETNEIGH, libc::RTM_DELNEIGH, NDMSG, 4)
@@ -168,7 +202,10 @@ fn remove_all(netlink: &Netlink, link: i32, get: u16, delete: u16, fixed: usize,
 }
 
 fn is_gone(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EADDRNOTAVAIL | libc::ESRCH))
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENOENT | libc::EADDRNOTAVAIL | libc::ESRCH)
+    )
 }
 
 fn link_body(index: i32, up: bool) -> Body {
@@ -181,7 +218,11 @@ fn link_body(index: i32, up: bool) -> Body {
 }
 
 fn family(address: IpAddr) -> u8 {
-    let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+    let family = if address.is_ipv4() {
+        libc::AF_INET
+    } else {
+        libc::AF_INET6
+    };
     u8::try_from(family).unwrap_or_default()
 }
 
@@ -200,13 +241,21 @@ fn address_body(link: i32, address: Cidr) -> Body {
     fixed[2] = IFA_F_NODAD;
     fixed[4..8].copy_from_slice(&link.to_ne_bytes());
     let octets = octets(address.address);
-    Body::new(&fixed).attribute(libc::IFA_LOCAL, &octets).attribute(libc::IFA_ADDRESS, &octets)
+    Body::new(&fixed)
+        .attribute(libc::IFA_LOCAL, &octets)
+        .attribute(libc::IFA_ADDRESS, &octets)
 }
 
 fn route_body(link: i32, destination: Option<Cidr>, gateway: Option<IpAddr>) -> Body {
-    let any = gateway.or(destination.map(|d| d.address)).unwrap_or(IpAddr::from([0, 0, 0, 0]));
+    let any = gateway
+        .or(destination.map(|d| d.address))
+        .unwrap_or(IpAddr::from([0, 0, 0, 0]));
     // rtmsg: family, dst_len, src_len, tos, table, protocol, scope, type, flags.
-    let scope = if gateway.is_some() { libc::RT_SCOPE_UNIVERSE } else { libc::RT_SCOPE_LINK };
+    let scope = if gateway.is_some() {
+        libc::RT_SCOPE_UNIVERSE
+    } else {
+        libc::RT_SCOPE_LINK
+    };
     let fixed = [
         family(any),
         destination.map_or(0, |d| d.prefix),
@@ -241,13 +290,33 @@ mod tests {
     #[test]
     fn addresses_and_macs_are_read_strictly() {
         let cidr = Cidr::parse("10.4.0.7/24").expect("an address");
-        assert_eq!(cidr, Cidr { address: [10, 4, 0, 7].into(), prefix: 24 });
+        assert_eq!(
+            cidr,
+            Cidr {
+                address: [10, 4, 0, 7].into(),
+                prefix: 24
+            }
+        );
         assert_eq!(Cidr::parse("fd00::7/64").expect("an address").prefix, 64);
-        for bad in ["", "10.4.0.7", "10.4.0.7/33", "fd00::/129", "10.4.0/24", "x/1", "10.4.0.7/-1"] {
+        for bad in [
+            "",
+            "10.4.0.7",
+            "10.4.0.7/33",
+            "fd00::/129",
+            "10.4.0/24",
+            "x/1",
+            "10.4.0.7/-1",
+        ] {
             assert!(Cidr::parse(bad).is_err(), "{bad}");
         }
         assert_eq!(parse_mac("02:00:00:00:00:ff").expect("a MAC"), [2, 0, 0, 0, 0, 0xff]);
-        for bad in ["", "02:00:00:00:00", "02:00:00:00:00:ff:01", "2:0:0:0:0:ff", "zz:00:00:00:00:00"] {
+        for bad in [
+            "",
+            "02:00:00:00:00",
+            "02:00:00:00:00:ff:01",
+            "2:0:0:0:0:ff",
+            "zz:00:00:00:00:00",
+        ] {
             assert!(parse_mac(bad).is_err(), "{bad}");
         }
     }
@@ -261,7 +330,10 @@ mod tests {
         };
         let config = NetworkConfig {
             mac: "02:00:00:00:00:01".into(),
-            addresses: vec![Address { cidr: "10.0.0.2/32".into(), ..Default::default() }],
+            addresses: vec![Address {
+                cidr: "10.0.0.2/32".into(),
+                ..Default::default()
+            }],
             routes: vec![route("", "10.0.0.1"), route("10.0.0.1/32", "")],
             ..Default::default()
         };

@@ -102,7 +102,11 @@ impl Process {
             }
         }
         let ends = std::mem::take(&mut self.streams.ends);
-        for (end, pipe) in [(ends.stdin, pipes.stdin), (ends.stdout, pipes.stdout), (ends.stderr, pipes.stderr)] {
+        for (end, pipe) in [
+            (ends.stdin, pipes.stdin),
+            (ends.stdout, pipes.stdout),
+            (ends.stderr, pipes.stderr),
+        ] {
             if let (Some(end), Some(pipe)) = (end, pipe) {
                 // A pump that has ended needs no end.
                 let _ = end.send(pipe);
@@ -136,11 +140,26 @@ impl Streams {
             let (port, end) = wanted.then(|| Port::new(direction, held.clone())).unzip();
             (port.map(Arc::new), end)
         };
-        let (stdin, stdin_end) = make(wanted.stdin, Direction::Input { terminal: wanted.terminal });
+        let (stdin, stdin_end) = make(
+            wanted.stdin,
+            Direction::Input {
+                terminal: wanted.terminal,
+            },
+        );
         let (stdout, stdout_end) = make(wanted.stdout, Direction::Output);
         let (stderr, stderr_end) = make(wanted.stderr && !wanted.terminal, Direction::Output);
-        let ends = Ends { stdin: stdin_end, stdout: stdout_end, stderr: stderr_end };
-        Self { stdin, stdout, stderr, terminal: None, ends }
+        let ends = Ends {
+            stdin: stdin_end,
+            stdout: stdout_end,
+            stderr: stderr_end,
+        };
+        Self {
+            stdin,
+            stdout,
+            stderr,
+            terminal: None,
+            ends,
+        }
     }
 
     /// The stream of that kind, if the process has it.

@@ -55,7 +55,10 @@ impl Reaper {
     }
 
     fn record(&self, pid: Pid, status: u32) {
-        let exit = Exit { status, at: SystemTime::now() };
+        let exit = Exit {
+            status,
+            at: SystemTime::now(),
+        };
         let mut inner = self.inner();
         if let Some(watcher) = inner.watchers.remove(&pid.as_raw()) {
             // Whoever asked may have lost interest.

@@ -42,11 +42,16 @@ pub async fn renew(request: &RenewRequest, init_pid: u32, root: Option<&Path>, p
     reseed(&request.entropy).map_err(|error| AgentError::io("reseed the random number generator", error))?;
     set_clock(request.realtime_ns)?;
     if !request.hostname.is_empty() {
-        nix::unistd::sethostname(&request.hostname).map_err(|error| AgentError::io("set the guest's hostname", error))?;
+        nix::unistd::sethostname(&request.hostname)
+            .map_err(|error| AgentError::io("set the guest's hostname", error))?;
     }
     fs::write(OUR_BOOT_ID, format!("{}\n", request.boot_id))
         .map_err(|error| AgentError::io(format!("write {OUR_BOOT_ID}"), error))?;
-    let inside = Inside { init_pid, pids, hostname: request.hostname.clone() };
+    let inside = Inside {
+        init_pid,
+        pids,
+        hostname: request.hostname.clone(),
+    };
     let closed = in_namespaces(inside).await?;
     write_files(request, init_pid, root)?;
     Ok(closed)
@@ -105,7 +110,9 @@ async fn in_namespaces(inside: Inside) -> Result<u32> {
             let _ = done.send(inside.run());
         })
         .map_err(|error| AgentError::io("start a thread", error))?;
-    result.await.map_err(|_| AgentError::Runtime("renew inside the containers broke off".into()))?
+    result
+        .await
+        .map_err(|_| AgentError::Runtime("renew inside the containers broke off".into()))?
 }
 
 impl Inside {
@@ -153,7 +160,9 @@ fn namespace_path(pid: u32, kind: &str) -> PathBuf {
 fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
     let path = namespace_path(pid, kind);
     let metadata = fs::metadata(&path);
-    metadata.map(|found| found.ino()).map_err(|error| AgentError::io(format!("look at {}", path.display()), error))
+    metadata
+        .map(|found| found.ino())
+        .map_err(|error| AgentError::io(format!("look at {}", path.display()), error))
 }
 
 fn enter(pid: u32, kind: &str, flag: CloneFlags) -> Result<()> {
@@ -169,7 +178,11 @@ fn write_files(request: &RenewRequest, init_pid: u32, root: Option<&Path>) -> Re
     // A read-only root is writable where the agent mounted it.
     let ours = InRoot::open(root.unwrap_or(&seen_path))?;
     if ours.is_file(Path::new(MACHINE_ID)) {
-        ours.write(Path::new(MACHINE_ID), format!("{}\n", request.machine_id).as_bytes(), 0o444)?;
+        ours.write(
+            Path::new(MACHINE_ID),
+            format!("{}\n", request.machine_id).as_bytes(),
+            0o444,
+        )?;
     }
     match seen.write(Path::new(FORK_JSON), &request.fork_json, 0o644) {
         Err(AgentError::Io { source, .. }) if source.raw_os_error() == Some(libc::EROFS) => {
@@ -221,7 +234,10 @@ mod tests {
     #[test]
     fn namespaces_have_ids() {
         let own = std::process::id();
-        assert_eq!(namespace_id(own, "net").expect("our own"), namespace_id(own, "net").expect("our own"));
+        assert_eq!(
+            namespace_id(own, "net").expect("our own"),
+            namespace_id(own, "net").expect("our own")
+        );
         assert!(namespace_id(own, "nosuch").is_err());
     }
 }

@@ -58,7 +58,11 @@ pub fn check_id(id: &str) -> Result<()> {
 /// When a disk does not appear or a mount fails; nothing stays mounted then.
 pub async fn mount_disks(request: &PrepareContainerRequest) -> Result<Rootfs> {
     let directory = bundle(&request.container_id);
-    let mut rootfs = Rootfs { path: directory.join("rootfs"), mounts: Vec::new(), directory };
+    let mut rootfs = Rootfs {
+        path: directory.join("rootfs"),
+        mounts: Vec::new(),
+        directory,
+    };
     match assemble(&mut rootfs, request).await {
         Ok(()) => Ok(rootfs),
         Err(error) => {
@@ -88,7 +92,12 @@ async fn assemble(rootfs: &mut Rootfs, request: &PrepareContainerRequest) -> Res
     // The merged root shows the upper directory's attributes: 0755, root. A flattened EROFS does not keep those of the layers.
     make_directory(&upper)?;
     make_directory(&work)?;
-    let options = format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
+    let options = format!(
+        "lowerdir={},upperdir={},workdir={}",
+        lower.display(),
+        upper.display(),
+        work.display()
+    );
     rootfs.mount(None, &root, "overlay", MsFlags::empty(), Some(&options))
 }
 
@@ -230,7 +239,18 @@ mod tests {
         for id in ["a", "web-1", "9f.c_d", &"x".repeat(128)] {
             assert!(check_id(id).is_ok(), "{id}");
         }
-        for id in ["", ".", "..", "../x", "a/b", "a:b", "a,b", "a b", "\u{e9}", &"x".repeat(129)] {
+        for id in [
+            "",
+            ".",
+            "..",
+            "../x",
+            "a/b",
+            "a:b",
+            "a,b",
+            "a b",
+            "\u{e9}",
+            &"x".repeat(129),
+        ] {
             assert!(check_id(id).is_err(), "{id}");
         }
     }
@@ -252,7 +272,13 @@ mod tests {
     #[test]
     fn what_is_no_spec_is_refused() {
         for json in ["", "[]", "{\"linux\":3}", "{\"root\":[]}", "{\"process\":4}"] {
-            assert!(matches!(complete_spec(json.as_bytes(), "c", Path::new("/r")), Err(AgentError::Invalid(_))), "{json}");
+            assert!(
+                matches!(
+                    complete_spec(json.as_bytes(), "c", Path::new("/r")),
+                    Err(AgentError::Invalid(_))
+                ),
+                "{json}"
+            );
         }
     }
 

@@ -79,7 +79,8 @@ pub async fn make(reaper: &Reaper, id: &str, what: Make<'_>, streams: ChildStrea
         }
     };
     let window = reaper.window();
-    let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| AgentError::io("make a pipe", error))?;
+    let (reader, writer) =
+        nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|error| AgentError::io("make a pipe", error))?;
     // The runtime has one thread, so no other child is started until this descriptor is closed again.
     fcntl(&writer, FcntlArg::F_SETFD(FdFlag::empty())).map_err(|error| AgentError::io("pass on a pipe", error))?;
     let child = Command::new("/proc/self/exe")
@@ -180,13 +181,17 @@ fn explain(error: &str, logs: &[String]) -> String {
 
 fn listen(path: &Path) -> Result<UnixListener> {
     let listener = UnixListener::bind(path).map_err(|error| AgentError::io("listen for the terminal", error))?;
-    listener.set_nonblocking(true).map_err(|error| AgentError::io("listen for the terminal", error))?;
+    listener
+        .set_nonblocking(true)
+        .map_err(|error| AgentError::io("listen for the terminal", error))?;
     Ok(listener)
 }
 
 /// The process has sent its terminal before it was reported, so nothing here waits.
 fn receive_terminal(listener: &UnixListener) -> Result<OwnedFd> {
-    let (socket, _) = listener.accept().map_err(|error| AgentError::io("accept the terminal", error))?;
+    let (socket, _) = listener
+        .accept()
+        .map_err(|error| AgentError::io("accept the terminal", error))?;
     crate::sys::receive_fd(&socket).map_err(|error| AgentError::io("receive the terminal", error))
 }
 
@@ -228,7 +233,10 @@ mod tests {
     #[test]
     fn a_detail_is_added_to_an_empty_phrase() {
         let logs = ["failed to chdir e=ENOENT".to_owned(), "failed to initialize".to_owned()];
-        assert_eq!(explain("failed to unix syscall", &logs), "failed to unix syscall (failed to chdir e=ENOENT)");
+        assert_eq!(
+            explain("failed to unix syscall", &logs),
+            "failed to unix syscall (failed to chdir e=ENOENT)"
+        );
         assert_eq!(explain("plain", &[]), "plain");
     }
 
@@ -237,7 +245,10 @@ mod tests {
         let (reader, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC).expect("a pipe");
         nix::unistd::write(&writer, b"detail\npid 42\n").expect("room in the pipe");
         let reader = Fd::new(reader).expect("a pipe");
-        assert_eq!(read_report(&reader).await, (Some(Report::Pid(42)), vec!["detail".to_owned()]));
+        assert_eq!(
+            read_report(&reader).await,
+            (Some(Report::Pid(42)), vec!["detail".to_owned()])
+        );
         drop(writer);
         assert_eq!(read_report(&reader).await, (None, vec![]));
     }

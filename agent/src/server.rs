@@ -35,7 +35,10 @@ pub async fn serve(agent: Arc<Agent>, listener: Listener) -> io::Result<()> {
 
 async fn serve_connection(agent: Arc<Agent>, connection: Fd, id: ConnectionId) {
     let (closing, closed) = oneshot::channel();
-    let connection = Connection { fd: connection, _closing: closing };
+    let connection = Connection {
+        fd: connection,
+        _closing: closing,
+    };
     let task = create_task(Arc::new(TaskService::new(agent.clone())));
     let guest = create_guest(Arc::new(GuestService::new(agent, id)));
     let mut server = Server::new()

@@ -76,7 +76,13 @@ impl Port {
             close: false,
         };
         tokio::spawn(pump.run(direction, source));
-        (Self { commands, progress: watcher }, end)
+        (
+            Self {
+                commands,
+                progress: watcher,
+            },
+            end,
+        )
     }
 
     /// Attaches a connection in the place of any earlier one. `early` are bytes already read from it.
@@ -85,11 +91,12 @@ impl Port {
         let _ = self.commands.send(Command::Attach(connection, early, epoch));
     }
 
-    /// Asks for the delivery of what is in the pipe; the receiver resolves when it is done or nobody is attached.
-    pub fn flush(&self) -> oneshot::Receiver<()> {
-        let (reply, receiver) = oneshot::channel();
+    /// Asks at once for the delivery of what is in the pipe; resolves when it is done or nobody is there to take it.
+    pub fn flush(&self) -> impl Future<Output = ()> + Send + use<> {
+        let (reply, done) = oneshot::channel();
         let _ = self.commands.send(Command::Flush(reply));
-        receiver
+        // A pump that has nothing to deliver drops the request.
+        async move { drop(done.await) }
     }
 
     /// Closes the process's stdin after what has arrived.
@@ -126,6 +133,7 @@ impl Pump {
     async fn run(mut self, direction: Direction, mut source: oneshot::Receiver<Fd>) {
         let end = loop {
             tokio::select! {
+                biased;
                 end = &mut source => break end.ok(),
                 command = self.commands.recv() => match command {
                     Some(command) => self.handle(command, direction),
@@ -161,7 +169,10 @@ impl Pump {
     }
 
     fn report(&self, finished: bool) {
-        let now = Progress { attached: self.connection.is_some(), finished };
+        let now = Progress {
+            attached: self.connection.is_some(),
+            finished,
+        };
         self.progress.send_if_modified(|was| std::mem::replace(was, now) != now);
     }
 
@@ -337,14 +348,17 @@ mod tests {
 
     /// Runs the host's side in a thread, as the runtime has only one.
     async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-        tokio::task::spawn_blocking(work).await.expect("the thread does not panic")
+        tokio::task::spawn_blocking(work)
+            .await
+            .expect("the thread does not panic")
     }
 
     fn output(held: bool) -> (Port, std::io::PipeWriter, watch::Sender<bool>) {
         let (reader, writer) = pipe();
         let (hold, held) = watch::channel(held);
         let (port, end) = Port::new(Direction::Output, held);
-        end.send(Fd::new(reader.into()).expect("a pipe")).expect("the pump waits");
+        end.send(Fd::new(reader.into()).expect("a pipe"))
+            .expect("the pump waits");
         (port, writer, hold)
     }
 
@@ -402,7 +416,7 @@ mod tests {
         let (mut host, guest) = connection();
         port.attach(guest, Vec::new(), 0);
         writer.write_all(b"before").expect("room in the pipe");
-        port.flush().await.expect("the pump answers");
+        port.flush().await;
         writer.write_all(b"after").expect("room in the pipe");
         let (mut host, text) = blocking(move || {
             let mut bytes = [0; 64];
@@ -430,7 +444,7 @@ mod tests {
     async fn nobody_attached_means_nothing_to_flush() {
         let (port, mut writer, _hold) = output(false);
         writer.write_all(b"kept").expect("room in the pipe");
-        port.flush().await.expect("the pump answers");
+        port.flush().await;
         port.drained().await;
     }
 
@@ -439,7 +453,8 @@ mod tests {
         let (mut reader, writer) = pipe();
         let (_hold, held) = watch::channel(false);
         let (port, end) = Port::new(Direction::Input { terminal: false }, held);
-        end.send(Fd::new(writer.into()).expect("a pipe")).expect("the pump waits");
+        end.send(Fd::new(writer.into()).expect("a pipe"))
+            .expect("the pump waits");
         let (mut host, guest) = connection();
         port.attach(guest, b"early ".to_vec(), 0);
         host.write_all(b"late").expect("room in the socket");
@@ -462,7 +477,8 @@ mod tests {
         host.write_all(b"all of it").expect("room in the socket");
         port.attach(guest, Vec::new(), 0);
         port.close_input();
-        end.send(Fd::new(writer.into()).expect("a pipe")).expect("the pump waits");
+        end.send(Fd::new(writer.into()).expect("a pipe"))
+            .expect("the pump waits");
         let text = blocking(move || {
             let mut text = String::new();
             reader.read_to_string(&mut text).expect("text");

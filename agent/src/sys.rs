@@ -48,7 +48,9 @@ pub fn add_entropy(random: &std::fs::File, bytes: &[u8]) -> io::Result<()> {
     const RNDADDENTROPY: libc::Ioctl = 0x4008_5203;
     const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
     let length = i32::try_from(bytes.len()).map_err(io::Error::other)?;
-    let bits = length.checked_mul(8).ok_or_else(|| io::Error::other("too much entropy at once"))?;
+    let bits = length
+        .checked_mul(8)
+        .ok_or_else(|| io::Error::other("too much entropy at once"))?;
     // struct rand_pool_info: entropy_count in bits, buf_size in bytes, the bytes.
     let mut info = Vec::with_capacity(8 + bytes.len());
     info.extend_from_slice(&bits.to_ne_bytes());
@@ -68,7 +70,12 @@ pub fn add_entropy(random: &std::fs::File, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// When the descriptor is no terminal.
 pub fn set_window_size(terminal: &impl AsFd, rows: u16, columns: u16) -> nix::Result<()> {
-    let size = libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    let size = libc::winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
     // SAFETY: TIOCSWINSZ reads one winsize, which lives until the call returns.
     let result = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
     Errno::result(result).map(drop)
@@ -82,8 +89,12 @@ pub fn receive_fd(socket: &impl AsFd) -> io::Result<OwnedFd> {
     let mut space = cmsg_space!([libc::c_int; 1]);
     let mut data = [0u8; 64];
     let mut iov = [io::IoSliceMut::new(&mut data)];
-    let message =
-        recvmsg::<()>(socket.as_fd().as_raw_fd(), &mut iov, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let message = recvmsg::<()>(
+        socket.as_fd().as_raw_fd(),
+        &mut iov,
+        Some(&mut space),
+        MsgFlags::MSG_CMSG_CLOEXEC,
+    )?;
     for control in message.cmsgs()? {
         if let ControlMessageOwned::ScmRights(fds) = control
             && let Some(&fd) = fds.first()

@@ -35,20 +35,30 @@ type Empty = api::Empty;
 
 #[async_trait]
 impl Task for TaskService {
-    async fn create(&self, _: &TtrpcContext, request: api::CreateTaskRequest) -> ttrpc::Result<api::CreateTaskResponse> {
+    async fn create(
+        &self,
+        _: &TtrpcContext,
+        request: api::CreateTaskRequest,
+    ) -> ttrpc::Result<api::CreateTaskResponse> {
         let agent = self.0.clone();
         let pid = detached(async move {
             let wanted = wanted(request.terminal, &request.stdin, &request.stdout, &request.stderr);
             let container = agent.create(&request.id, request.bundle.into(), wanted).await?;
             Ok(container.init_pid())
         });
-        Ok(api::CreateTaskResponse { pid: pid.await?, ..Default::default() })
+        Ok(api::CreateTaskResponse {
+            pid: pid.await?,
+            ..Default::default()
+        })
     }
 
     async fn start(&self, _: &TtrpcContext, request: api::StartRequest) -> ttrpc::Result<api::StartResponse> {
         let agent = self.0.clone();
         let pid = detached(async move { agent.start(&request.id, &request.exec_id).await });
-        Ok(api::StartResponse { pid: pid.await?, ..Default::default() })
+        Ok(api::StartResponse {
+            pid: pid.await?,
+            ..Default::default()
+        })
     }
 
     async fn state(&self, _: &TtrpcContext, request: api::StateRequest) -> ttrpc::Result<api::StateResponse> {
@@ -80,7 +90,9 @@ impl Task for TaskService {
     }
 
     async fn kill(&self, _: &TtrpcContext, request: api::KillRequest) -> ttrpc::Result<Empty> {
-        self.0.container(&request.id)?.kill(&request.exec_id, request.signal, request.all)?;
+        self.0
+            .container(&request.id)?
+            .kill(&request.exec_id, request.signal, request.all)?;
         Ok(Empty::new())
     }
 
@@ -102,7 +114,10 @@ impl Task for TaskService {
             Ok(deleted)
         })
         .await?;
-        let mut response = api::DeleteResponse { pid, ..Default::default() };
+        let mut response = api::DeleteResponse {
+            pid,
+            ..Default::default()
+        };
         if let Some(exit) = exit {
             response.exit_status = exit.status;
             response.exited_at = MessageField::some(timestamp(exit.at));
@@ -119,14 +134,22 @@ impl Task for TaskService {
     }
 
     async fn resize_pty(&self, _: &TtrpcContext, request: api::ResizePtyRequest) -> ttrpc::Result<Empty> {
-        self.0.container(&request.id)?.resize(&request.exec_id, request.width, request.height)?;
+        self.0
+            .container(&request.id)?
+            .resize(&request.exec_id, request.width, request.height)?;
         Ok(Empty::new())
     }
 
     async fn pids(&self, _: &TtrpcContext, request: api::PidsRequest) -> ttrpc::Result<api::PidsResponse> {
         let pids = self.0.container(&request.id)?.pids()?;
-        let processes = pids.into_iter().map(|(pid, _)| ProcessInfo { pid, ..Default::default() });
-        Ok(api::PidsResponse { processes: processes.collect(), ..Default::default() })
+        let processes = pids.into_iter().map(|(pid, _)| ProcessInfo {
+            pid,
+            ..Default::default()
+        });
+        Ok(api::PidsResponse {
+            processes: processes.collect(),
+            ..Default::default()
+        })
     }
 
     async fn pause(&self, _: &TtrpcContext, request: api::PauseRequest) -> ttrpc::Result<Empty> {
@@ -144,23 +167,43 @@ impl Task for TaskService {
     async fn stats(&self, _: &TtrpcContext, request: api::StatsRequest) -> ttrpc::Result<api::StatsResponse> {
         let container = self.0.container(&request.id)?;
         let metrics = crate::stats::metrics(container.group());
-        let value = metrics.write_to_bytes().map_err(|error| AgentError::Runtime(format!("pack the stats: {error}")))?;
-        let any = Any { type_url: crate::stats::TYPE_URL.into(), value, ..Default::default() };
-        Ok(api::StatsResponse { stats: MessageField::some(any), ..Default::default() })
+        let value = metrics
+            .write_to_bytes()
+            .map_err(|error| AgentError::Runtime(format!("pack the stats: {error}")))?;
+        let any = Any {
+            type_url: crate::stats::TYPE_URL.into(),
+            value,
+            ..Default::default()
+        };
+        Ok(api::StatsResponse {
+            stats: MessageField::some(any),
+            ..Default::default()
+        })
     }
 
     async fn update(&self, _: &TtrpcContext, request: api::UpdateTaskRequest) -> ttrpc::Result<Empty> {
         let container = self.0.container(&request.id)?;
-        let resources = request.resources.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
-        let resources = serde_json::from_slice(resources)
-            .map_err(|error| AgentError::Invalid(format!("resources: {error}")))?;
+        let resources = request
+            .resources
+            .as_ref()
+            .map(|any| any.value.as_slice())
+            .unwrap_or_default();
+        let resources =
+            serde_json::from_slice(resources).map_err(|error| AgentError::Invalid(format!("resources: {error}")))?;
         container.update(&resources)?;
         Ok(Empty::new())
     }
 
     async fn connect(&self, _: &TtrpcContext, request: api::ConnectRequest) -> ttrpc::Result<api::ConnectResponse> {
-        let task_pid = self.0.container(&request.id).map_or(0, |container| container.init_pid());
-        Ok(api::ConnectResponse { shim_pid: std::process::id(), task_pid, ..Default::default() })
+        let task_pid = self
+            .0
+            .container(&request.id)
+            .map_or(0, |container| container.init_pid());
+        Ok(api::ConnectResponse {
+            shim_pid: std::process::id(),
+            task_pid,
+            ..Default::default()
+        })
     }
 
     async fn shutdown(&self, _: &TtrpcContext, _: api::ShutdownRequest) -> ttrpc::Result<Empty> {
@@ -176,7 +219,12 @@ impl Task for TaskService {
 
 /// A stream is wanted when it has a name; the names are the host's.
 fn wanted(terminal: bool, stdin: &str, stdout: &str, stderr: &str) -> Wanted {
-    Wanted { terminal, stdin: !stdin.is_empty(), stdout: !stdout.is_empty(), stderr: !stderr.is_empty() }
+    Wanted {
+        terminal,
+        stdin: !stdin.is_empty(),
+        stdout: !stdout.is_empty(),
+        stderr: !stderr.is_empty(),
+    }
 }
 
 /// The OCI process of an exec, as JSON that was seen to be one.
@@ -218,7 +266,10 @@ mod tests {
     use super::*;
 
     fn any(json: &str) -> MessageField<Any> {
-        MessageField::some(Any { value: json.as_bytes().to_vec(), ..Default::default() })
+        MessageField::some(Any {
+            value: json.as_bytes().to_vec(),
+            ..Default::default()
+        })
     }
 
     #[test]
@@ -241,6 +292,14 @@ mod tests {
     #[test]
     fn a_stream_with_a_name_is_wanted() {
         let streams = wanted(false, "", "/run/fifo/out", "/run/fifo/err");
-        assert_eq!(streams, Wanted { terminal: false, stdin: false, stdout: true, stderr: true });
+        assert_eq!(
+            streams,
+            Wanted {
+                terminal: false,
+                stdin: false,
+                stdout: true,
+                stderr: true
+            }
+        );
     }
 }

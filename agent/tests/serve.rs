@@ -48,13 +48,29 @@ fn missing() -> Option<&'static str> {
 }
 
 fn busybox() -> Option<PathBuf> {
-    ["/bin/busybox", "/usr/bin/busybox"].iter().map(PathBuf::from).find(|path| path.exists())
+    ["/bin/busybox", "/usr/bin/busybox"]
+        .iter()
+        .map(PathBuf::from)
+        .find(|path| path.exists())
 }
 
 impl Agent {
     fn start() -> Self {
+        Self::run(&mut Command::new(env!("CARGO_BIN_EXE_ramet-agent")))
+    }
+
+    /// In a network of its own with an interface, and with a hostname of its own.
+    fn start_apart() -> Self {
+        let script = "ip link add far type veth peer name eth0 && ip link set far up && exec \"$0\" \"$@\"";
+        let mut command = Command::new("unshare");
+        Self::run(command.args(["--net", "--uts", "sh", "-c", script, env!("CARGO_BIN_EXE_ramet-agent")]))
+    }
+
+    fn run(command: &mut Command) -> Self {
+        // A test that failed may have left the group frozen.
+        let _ = std::fs::write("/sys/fs/cgroup/ramet/cgroup.freeze", "0");
         let directory = tempfile::tempdir().expect("a directory");
-        let process = Command::new(env!("CARGO_BIN_EXE_ramet-agent"))
+        let process = command
             .arg("serve")
             .arg(directory.path())
             .stdin(Stdio::null())
@@ -86,7 +102,9 @@ impl Agent {
             std::fs::create_dir_all(root.join(name)).expect("a directory");
         }
         std::fs::copy(busybox().expect("looked for before"), root.join("bin/busybox")).expect("a file");
-        for name in ["sh", "cat", "echo", "sleep", "seq", "stty", "true", "tr", "hostname"] {
+        for name in [
+            "sh", "cat", "echo", "sleep", "seq", "stty", "true", "ip", "nc", "hostname",
+        ] {
             symlink("busybox", root.join("bin").join(name)).expect("a link");
         }
         std::fs::write(root.join("etc/machine-id"), "old\n").expect("a file");
@@ -112,7 +130,11 @@ impl Agent {
 
     fn attach(&self, container_id: &str, exec_id: &str, stream: StreamKind) -> UnixStream {
         let mut connection = UnixStream::connect(self.path("streams.sock")).expect("the agent accepts");
-        let header = StreamHeader { container_id: container_id.into(), exec_id: exec_id.into(), stream };
+        let header = StreamHeader {
+            container_id: container_id.into(),
+            exec_id: exec_id.into(),
+            stream,
+        };
         writeln!(connection, "{}", serde_json::to_string(&header).expect("plain data")).expect("it is read");
         let mut answer = Vec::new();
         while answer.last() != Some(&b'\n') {
@@ -176,7 +198,10 @@ fn real_containers() {
         eprintln!("skipped: {missing}");
         return;
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime");
     runtime.block_on(async {
         let agent = Agent::start();
         let client = agent.connect().await;
@@ -190,38 +215,212 @@ fn real_containers() {
     });
 }
 
+/// Sets the machine's clock, to what it is: only where that was asked for, as in the lab.
+#[test]
+fn renewed_identity() {
+    let asked = std::env::var_os("RAMET_LAB").is_some();
+    if let Some(missing) = missing().or((!asked).then_some("RAMET_LAB is not set")) {
+        eprintln!("skipped: {missing}");
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    runtime.block_on(async {
+        let agent = Agent::start_apart();
+        let parent = agent.connect().await;
+        renew(&agent, parent).await;
+    });
+}
+
+fn network(address: &str, mac: &str) -> guest::NetworkConfig {
+    guest::NetworkConfig {
+        mac: mac.into(),
+        mtu: 1400,
+        addresses: vec![guest::Address {
+            cidr: format!("{address}/24"),
+            ..Default::default()
+        }],
+        routes: vec![guest::Route {
+            gateway: "10.9.0.1".into(),
+            ..Default::default()
+        }],
+        ..Default::default()
+    }
+}
+
+fn identity(network: guest::NetworkConfig) -> guest::RenewRequest {
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .expect("after 1970");
+    guest::RenewRequest {
+        entropy: vec![9; 64],
+        realtime_ns: i64::try_from(now.as_nanos()).expect("before 2262"),
+        hostname: "fork-7".into(),
+        machine_id: "0123456789abcdef0123456789abcdef".into(),
+        boot_id: "01234567-89ab-cdef-0123-456789abcdef".into(),
+        network: MessageField::some(network),
+        container_id: "fork".into(),
+        fork_json: b"{\"id\":\"fork-7\"}".to_vec(),
+        ..Default::default()
+    }
+}
+
+async fn renew(agent: &Agent, parent: Client) {
+    let task = TaskClient::new(parent.clone());
+    let ours = GuestClient::new(parent);
+    ours.configure_network(ctx(), &network("10.9.0.2", "02:00:00:00:00:02"))
+        .await
+        .expect("configured");
+    let talk = "nc -l -p 9000 </dev/zero >/dev/null & sleep 0.5; nc 10.9.0.2 9000 </dev/zero >/dev/null & \
+                nc -l -p 9001 </dev/zero >/dev/null & sleep 0.5; nc 127.0.0.1 9001 </dev/zero >/dev/null & \
+                sleep 0.5; echo connected; sleep 1000";
+    let bundle = agent.bundle("fork", &["sh", "-c", talk], false);
+    task.create(ctx(), &create_request("fork", bundle, false))
+        .await
+        .expect("created");
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "fork".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
+    let out = agent.attach("fork", "", StreamKind::Stdout);
+    let mut lines = BufReader::new(out).lines();
+    assert_eq!(lines.next().expect("a line").expect("text"), "connected");
+
+    for round in 0..2 {
+        ours.quiesce(ctx(), &guest::QuiesceRequest::new())
+            .await
+            .expect("quiesced");
+        let fork = GuestClient::new(agent.connect().await);
+        assert!(fork.thaw(ctx(), &guest::ThawRequest::new()).await.is_err());
+        let mut short = identity(network("10.9.0.7", "02:00:00:00:00:07"));
+        short.entropy.clear();
+        assert!(fork.renew(ctx(), &short).await.is_err(), "no entropy");
+        assert!(
+            fork.thaw(ctx(), &guest::ThawRequest::new()).await.is_err(),
+            "the renewal failed"
+        );
+        let request = identity(network("10.9.0.7", "02:00:00:00:00:07"));
+        let closed = fork.renew(ctx(), &request).await.expect("renewed").closed_connections;
+        // Killing one end resets the other, which is here too. The connection on loopback stays.
+        assert_eq!(closed > 0, round == 0, "{closed} in round {round}");
+        fork.thaw(ctx(), &guest::ThawRequest::new()).await.expect("thawed");
+    }
+
+    let look = "hostname; cat /etc/machine-id /proc/sys/kernel/random/boot_id /run/ramet/fork.json; ip addr show eth0; ip route";
+    let out = exec(agent, &task, "fork", "look", &["sh", "-c", look])
+        .await
+        .expect("started");
+    let text = read_all(out).await;
+    for wanted in [
+        "fork-7\n0123456789abcdef0123456789abcdef\n01234567-89ab-cdef-0123-456789abcdef\n{\"id\":\"fork-7\"}",
+        "mtu 1400",
+        "02:00:00:00:00:07",
+        "10.9.0.7/24",
+        "default via 10.9.0.1",
+    ] {
+        assert!(text.contains(wanted), "{wanted:?} in {text}");
+    }
+    assert!(!text.contains("10.9.0.2"), "{text}");
+    kill(&task, "fork").await;
+    delete(&task, "fork", "").await;
+}
+
 async fn output_and_exit(agent: &Agent, task: &TaskClient) {
     let started = Instant::now();
     let bundle = agent.bundle("out", &["sh", "-c", "echo $GREETING; echo oops >&2; exit 3"], false);
-    let pid = task.create(ctx(), &create_request("out", bundle, false)).await.expect("created").pid;
+    let pid = task
+        .create(ctx(), &create_request("out", bundle, false))
+        .await
+        .expect("created")
+        .pid;
     assert!(pid > 1);
-    let (out, err) = (agent.attach("out", "", StreamKind::Stdout), agent.attach("out", "", StreamKind::Stderr));
-    task.start(ctx(), &api::StartRequest { id: "out".into(), ..Default::default() }).await.expect("started");
+    let (out, err) = (
+        agent.attach("out", "", StreamKind::Stdout),
+        agent.attach("out", "", StreamKind::Stderr),
+    );
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "out".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
     assert_eq!(read_all(out).await, "hello\n");
     assert_eq!(read_all(err).await, "oops\n");
-    let exit = task.wait(ctx(), &api::WaitRequest { id: "out".into(), ..Default::default() }).await.expect("waited");
+    let exit = task
+        .wait(
+            ctx(),
+            &api::WaitRequest {
+                id: "out".into(),
+                ..Default::default()
+            },
+        )
+        .await
+        .expect("waited");
     assert_eq!(exit.exit_status, 3);
-    let state = task.state(ctx(), &api::StateRequest { id: "out".into(), ..Default::default() }).await.expect("known");
-    assert_eq!((state.status.enum_value_or_default(), state.exit_status), (Status::STOPPED, 3));
+    let state = task
+        .state(
+            ctx(),
+            &api::StateRequest {
+                id: "out".into(),
+                ..Default::default()
+            },
+        )
+        .await
+        .expect("known");
+    assert_eq!(
+        (state.status.enum_value_or_default(), state.exit_status),
+        (Status::STOPPED, 3)
+    );
     delete(task, "out", "").await;
     assert!(!Path::new("/sys/fs/cgroup/ramet/out").exists());
     eprintln!("output_and_exit: {:?}", started.elapsed());
 }
 
 async fn delete(task: &TaskClient, id: &str, exec_id: &str) {
-    let request = api::DeleteRequest { id: id.into(), exec_id: exec_id.into(), ..Default::default() };
+    let request = api::DeleteRequest {
+        id: id.into(),
+        exec_id: exec_id.into(),
+        ..Default::default()
+    };
     task.delete(ctx(), &request).await.expect("deleted");
 }
 
 async fn kill(task: &TaskClient, id: &str) {
-    let request = api::KillRequest { id: id.into(), signal: 9, all: true, ..Default::default() };
+    let request = api::KillRequest {
+        id: id.into(),
+        signal: 9,
+        all: true,
+        ..Default::default()
+    };
     task.kill(ctx(), &request).await.expect("killed");
-    let exit = task.wait(ctx(), &api::WaitRequest { id: id.into(), ..Default::default() }).await.expect("waited");
+    let exit = task
+        .wait(
+            ctx(),
+            &api::WaitRequest {
+                id: id.into(),
+                ..Default::default()
+            },
+        )
+        .await
+        .expect("waited");
     assert_eq!(exit.exit_status, 137);
 }
 
 async fn exec(agent: &Agent, task: &TaskClient, id: &str, exec_id: &str, args: &[&str]) -> ttrpc::Result<UnixStream> {
-    let spec = Any { value: process(args, false).to_string().into_bytes(), ..Default::default() };
+    let spec = Any {
+        value: process(args, false).to_string().into_bytes(),
+        ..Default::default()
+    };
     let request = api::ExecProcessRequest {
         id: id.into(),
         exec_id: exec_id.into(),
@@ -232,96 +431,229 @@ async fn exec(agent: &Agent, task: &TaskClient, id: &str, exec_id: &str, args: &
     };
     task.exec(ctx(), &request).await?;
     let out = agent.attach(id, exec_id, StreamKind::Stdout);
-    task.start(ctx(), &api::StartRequest { id: id.into(), exec_id: exec_id.into(), ..Default::default() }).await?;
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: id.into(),
+            exec_id: exec_id.into(),
+            ..Default::default()
+        },
+    )
+    .await?;
     Ok(out)
 }
 
 async fn stdin_and_exec(agent: &Agent, task: &TaskClient) {
     let bundle = agent.bundle("cat", &["cat"], false);
-    task.create(ctx(), &create_request("cat", bundle, false)).await.expect("created");
-    task.start(ctx(), &api::StartRequest { id: "cat".into(), ..Default::default() }).await.expect("started");
+    task.create(ctx(), &create_request("cat", bundle, false))
+        .await
+        .expect("created");
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "cat".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
 
     let started = Instant::now();
-    let out = exec(agent, task, "cat", "e1", &["sh", "-c", "echo exec $$; exit 4"]).await.expect("started");
+    let out = exec(agent, task, "cat", "e1", &["sh", "-c", "echo exec $$; exit 4"])
+        .await
+        .expect("started");
     assert!(read_all(out).await.starts_with("exec "));
-    let wait = api::WaitRequest { id: "cat".into(), exec_id: "e1".into(), ..Default::default() };
+    let wait = api::WaitRequest {
+        id: "cat".into(),
+        exec_id: "e1".into(),
+        ..Default::default()
+    };
     assert_eq!(task.wait(ctx(), &wait).await.expect("waited").exit_status, 4);
     delete(task, "cat", "e1").await;
     eprintln!("exec: {:?}", started.elapsed());
 
-    let error = exec(agent, task, "cat", "e2", &["nosuch"]).await.expect_err("there is no such program");
+    let error = exec(agent, task, "cat", "e2", &["nosuch"])
+        .await
+        .expect_err("there is no such program");
     assert_eq!(message(&error), "exec: \"nosuch\": executable file not found in $PATH");
     delete(task, "cat", "e2").await;
 
-    let (mut stdin, out) = (agent.attach("cat", "", StreamKind::Stdin), agent.attach("cat", "", StreamKind::Stdout));
+    let (mut stdin, out) = (
+        agent.attach("cat", "", StreamKind::Stdin),
+        agent.attach("cat", "", StreamKind::Stdout),
+    );
     stdin.write_all(b"through").expect("it is read");
     stdin.shutdown(std::net::Shutdown::Write).expect("a socket");
     assert_eq!(read_all(out).await, "through");
-    let exit = task.wait(ctx(), &api::WaitRequest { id: "cat".into(), ..Default::default() }).await.expect("waited");
+    let exit = task
+        .wait(
+            ctx(),
+            &api::WaitRequest {
+                id: "cat".into(),
+                ..Default::default()
+            },
+        )
+        .await
+        .expect("waited");
     assert_eq!(exit.exit_status, 0);
     delete(task, "cat", "").await;
 }
 
 async fn many_lines(agent: &Agent, task: &TaskClient) {
     let bundle = agent.bundle("lines", &["seq", "200000"], false);
-    task.create(ctx(), &create_request("lines", bundle, false)).await.expect("created");
+    task.create(ctx(), &create_request("lines", bundle, false))
+        .await
+        .expect("created");
     let out = agent.attach("lines", "", StreamKind::Stdout);
-    task.start(ctx(), &api::StartRequest { id: "lines".into(), ..Default::default() }).await.expect("started");
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "lines".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
     let text = read_all(out).await;
     assert_eq!(text.lines().count(), 200_000);
     assert!(text.ends_with("\n200000\n"));
-    task.wait(ctx(), &api::WaitRequest { id: "lines".into(), ..Default::default() }).await.expect("waited");
+    task.wait(
+        ctx(),
+        &api::WaitRequest {
+            id: "lines".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("waited");
     delete(task, "lines", "").await;
 }
 
 async fn errors(agent: &Agent, task: &TaskClient) {
     let bundle = agent.bundle("bad", &["nosuch"], false);
-    let error = task.create(ctx(), &create_request("bad", bundle, false)).await.expect_err("no such program");
+    let error = task
+        .create(ctx(), &create_request("bad", bundle, false))
+        .await
+        .expect_err("no such program");
     assert_eq!(message(&error), "exec: \"nosuch\": executable file not found in $PATH");
     let bundle = agent.bundle("bad2", &["/etc/machine-id"], false);
-    let error = task.create(ctx(), &create_request("bad2", bundle, false)).await.expect_err("not executable");
+    let error = task
+        .create(ctx(), &create_request("bad2", bundle, false))
+        .await
+        .expect_err("not executable");
     assert_eq!(message(&error), "exec: \"/etc/machine-id\": permission denied");
     // Nothing is left: the id can be used again.
     std::fs::remove_dir_all(agent.path("bad")).expect("the bundle is ours");
     let bundle = agent.bundle("bad", &["true"], false);
-    task.create(ctx(), &create_request("bad", bundle, false)).await.expect("the id is free again");
+    task.create(ctx(), &create_request("bad", bundle, false))
+        .await
+        .expect("the id is free again");
     delete(task, "bad", "").await;
 }
 
 async fn terminal(agent: &Agent, task: &TaskClient) {
     let bundle = agent.bundle("tty", &["sh", "-c", "stty size; read x; echo got $x"], true);
-    task.create(ctx(), &create_request("tty", bundle, true)).await.expect("created");
-    let resize = api::ResizePtyRequest { id: "tty".into(), width: 132, height: 43, ..Default::default() };
+    task.create(ctx(), &create_request("tty", bundle, true))
+        .await
+        .expect("created");
+    let resize = api::ResizePtyRequest {
+        id: "tty".into(),
+        width: 132,
+        height: 43,
+        ..Default::default()
+    };
     task.resize_pty(ctx(), &resize).await.expect("resized");
-    let (mut stdin, out) = (agent.attach("tty", "", StreamKind::Stdin), agent.attach("tty", "", StreamKind::Stdout));
-    task.start(ctx(), &api::StartRequest { id: "tty".into(), ..Default::default() }).await.expect("started");
+    let (mut stdin, out) = (
+        agent.attach("tty", "", StreamKind::Stdin),
+        agent.attach("tty", "", StreamKind::Stdout),
+    );
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "tty".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
     stdin.write_all(b"word\n").expect("it is read");
     let text = read_all(out).await;
     assert!(text.contains("43 132"), "{text:?}");
     assert!(text.contains("got word"), "{text:?}");
-    task.wait(ctx(), &api::WaitRequest { id: "tty".into(), ..Default::default() }).await.expect("waited");
+    task.wait(
+        ctx(),
+        &api::WaitRequest {
+            id: "tty".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("waited");
     delete(task, "tty", "").await;
 }
 
 async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
     let script = "i=0; while true; do i=$((i+1)); echo $i; sleep 0.01; done";
     let bundle = agent.bundle("count", &["sh", "-c", script], false);
-    task.create(ctx(), &create_request("count", bundle, false)).await.expect("created");
-    task.start(ctx(), &api::StartRequest { id: "count".into(), ..Default::default() }).await.expect("started");
+    task.create(ctx(), &create_request("count", bundle, false))
+        .await
+        .expect("created");
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "count".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
     let out = agent.attach("count", "", StreamKind::Stdout);
     let mut lines = BufReader::new(out).lines();
     assert_eq!(lines.next().expect("a line").expect("text"), "1");
 
-    let stats = task.stats(ctx(), &api::StatsRequest { id: "count".into(), ..Default::default() }).await.expect("stats");
+    let stats = task
+        .stats(
+            ctx(),
+            &api::StatsRequest {
+                id: "count".into(),
+                ..Default::default()
+            },
+        )
+        .await
+        .expect("stats");
     assert_eq!(stats.stats.type_url, "io.containerd.cgroups.v2.Metrics");
-    task.pause(ctx(), &api::PauseRequest { id: "count".into(), ..Default::default() }).await.expect("paused");
-    task.resume(ctx(), &api::ResumeRequest { id: "count".into(), ..Default::default() }).await.expect("resumed");
+    task.pause(
+        ctx(),
+        &api::PauseRequest {
+            id: "count".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("paused");
+    task.resume(
+        ctx(),
+        &api::ResumeRequest {
+            id: "count".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("resumed");
 
     let ours = GuestClient::new(client);
-    let quiesced = ours.quiesce(ctx(), &guest::QuiesceRequest::new()).await.expect("quiesced");
+    let quiesced = ours
+        .quiesce(ctx(), &guest::QuiesceRequest::new())
+        .await
+        .expect("quiesced");
     assert_eq!(quiesced.containers.len(), 1);
     assert!(!quiesced.containers[0].pids.is_empty());
-    assert!(ours.info(ctx(), &guest::InfoRequest::new()).await.expect("info").renew_required);
+    assert!(
+        ours.info(ctx(), &guest::InfoRequest::new())
+            .await
+            .expect("info")
+            .renew_required
+    );
 
     let stranger = GuestClient::new(agent.connect().await);
     let refused = stranger.thaw(ctx(), &guest::ThawRequest::new()).await;
@@ -335,16 +667,40 @@ async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
     }
 
     // Fresh: the old processes die without running on.
-    ours.quiesce(ctx(), &guest::QuiesceRequest::new()).await.expect("quiesced");
-    let kill_all = guest::ThawRequest { kill_containers: vec!["count".into()], ..Default::default() };
+    ours.quiesce(ctx(), &guest::QuiesceRequest::new())
+        .await
+        .expect("quiesced");
+    let kill_all = guest::ThawRequest {
+        kill_containers: vec!["count".into()],
+        ..Default::default()
+    };
     ours.thaw(ctx(), &kill_all).await.expect("thawed");
-    let exit = task.wait(ctx(), &api::WaitRequest { id: "count".into(), ..Default::default() }).await.expect("waited");
+    let exit = task
+        .wait(
+            ctx(),
+            &api::WaitRequest {
+                id: "count".into(),
+                ..Default::default()
+            },
+        )
+        .await
+        .expect("waited");
     assert_eq!(exit.exit_status, 137);
     delete(task, "count", "").await;
 
     let bundle = agent.bundle("sleep", &["sleep", "1000"], false);
-    task.create(ctx(), &create_request("sleep", bundle, false)).await.expect("created");
-    task.start(ctx(), &api::StartRequest { id: "sleep".into(), ..Default::default() }).await.expect("started");
+    task.create(ctx(), &create_request("sleep", bundle, false))
+        .await
+        .expect("created");
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "sleep".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
     kill(task, "sleep").await;
     delete(task, "sleep", "").await;
 }
