@@ -139,6 +139,7 @@ fn bring_up() -> Result<()> {
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     load_modules().context("load kernel modules")?;
     new_root().context("make the root directory")?;
+    nix::unistd::sethostname("ramet").context("set the hostname")?;
     crate::network::loopback_up().context("bring up the loopback interface")?;
     Ok(())
 }

@@ -23,6 +23,9 @@ const DISK_POLL: Duration = Duration::from_millis(5);
 /// Largest spec accepted, in bytes.
 const MAX_SPEC: usize = 4 << 20;
 
+/// Longest hostname, in bytes.
+const MAX_HOSTNAME: usize = 63;
+
 /// A mounted root filesystem. Unmounted by [`Rootfs::release`], not on drop: it outlives the agent's bookkeeping.
 #[derive(Debug)]
 pub struct Rootfs {
@@ -193,10 +196,20 @@ pub fn complete_spec(json: &[u8], id: &str, root: &Path) -> Result<CompleteSpec>
     }
     value["root"]["path"] = root.to_string_lossy().into();
     value["linux"]["cgroupsPath"] = Cgroup::spec_path(id).into();
+    if value["hostname"].as_str().unwrap_or_default().is_empty() && has_own_hostname(&value) {
+        // Without a VM it would be the machine's.
+        value["hostname"] = id.get(..MAX_HOSTNAME).unwrap_or(id).into();
+    }
     let cwd = value["process"]["cwd"].as_str().unwrap_or_default().to_owned();
     let json = value.to_string();
     serde_json::from_str::<Spec>(&json).map_err(|error| invalid(&error))?;
     Ok(CompleteSpec { json, cwd })
+}
+
+/// Whether the spec asks for a new UTS namespace.
+fn has_own_hostname(spec: &serde_json::Value) -> bool {
+    let namespaces = spec["linux"]["namespaces"].as_array().map(Vec::as_slice).unwrap_or_default();
+    namespaces.iter().any(|namespace| namespace["type"] == "uts" && namespace.get("path").is_none())
 }
 
 /// Waits for the disk with a serial number and returns its device.
@@ -267,6 +280,18 @@ mod tests {
         assert_eq!(value["root"]["readonly"], true);
         assert_eq!(value["linux"]["cgroupsPath"], "/ramet/c1");
         assert!(value.get("hooks").is_none());
+    }
+
+    #[test]
+    fn a_container_without_a_hostname_is_called_by_its_id() {
+        let hostname = |json: &str| {
+            let spec = complete_spec(json.as_bytes(), "c1", Path::new("/r")).expect("a spec");
+            serde_json::from_str::<serde_json::Value>(&spec.json).expect("json")["hostname"].clone()
+        };
+        let uts = r#""linux":{"namespaces":[{"type":"uts"}]}"#;
+        assert_eq!(hostname(&format!(r#"{{"ociVersion":"1.1.0",{uts}}}"#)), "c1");
+        assert_eq!(hostname(&format!(r#"{{"ociVersion":"1.1.0","hostname":"web",{uts}}}"#)), "web");
+        assert!(hostname(r#"{"ociVersion":"1.1.0"}"#).is_null());
     }
 
     #[test]

@@ -3,6 +3,8 @@
 //! Needs root, cgroup2 at /sys/fs/cgroup, a root directory that pivot_root can leave, and a static busybox; where one is
 //! missing (as on most development machines) the test says so and does nothing. The lab has all of them.
 
+#![expect(clippy::expect_used, reason = "a test says what it expected")]
+
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
@@ -273,44 +275,9 @@ async fn renew(agent: &Agent, parent: Client) {
     ours.configure_network(ctx(), &network("10.9.0.2", "02:00:00:00:00:02"))
         .await
         .expect("configured");
-    let talk = "nc -l -p 9000 </dev/zero >/dev/null & sleep 0.5; nc 10.9.0.2 9000 </dev/zero >/dev/null & \
-                nc -l -p 9001 </dev/zero >/dev/null & sleep 0.5; nc 127.0.0.1 9001 </dev/zero >/dev/null & \
-                sleep 0.5; echo connected; sleep 1000";
-    let bundle = agent.bundle("fork", &["sh", "-c", talk], false);
-    task.create(ctx(), &create_request("fork", bundle, false))
-        .await
-        .expect("created");
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "fork".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
-    let out = agent.attach("fork", "", StreamKind::Stdout);
-    let mut lines = BufReader::new(out).lines();
-    assert_eq!(lines.next().expect("a line").expect("text"), "connected");
-
+    start_talking(agent, &task).await;
     for round in 0..2 {
-        ours.quiesce(ctx(), &guest::QuiesceRequest::new())
-            .await
-            .expect("quiesced");
-        let fork = GuestClient::new(agent.connect().await);
-        assert!(fork.thaw(ctx(), &guest::ThawRequest::new()).await.is_err());
-        let mut short = identity(network("10.9.0.7", "02:00:00:00:00:07"));
-        short.entropy.clear();
-        assert!(fork.renew(ctx(), &short).await.is_err(), "no entropy");
-        assert!(
-            fork.thaw(ctx(), &guest::ThawRequest::new()).await.is_err(),
-            "the renewal failed"
-        );
-        let request = identity(network("10.9.0.7", "02:00:00:00:00:07"));
-        let closed = fork.renew(ctx(), &request).await.expect("renewed").closed_connections;
-        // Killing one end resets the other, which is here too. The connection on loopback stays.
-        assert_eq!(closed > 0, round == 0, "{closed} in round {round}");
-        fork.thaw(ctx(), &guest::ThawRequest::new()).await.expect("thawed");
+        renew_once(agent, &ours, round).await;
     }
 
     let look = "hostname; cat /etc/machine-id /proc/sys/kernel/random/boot_id /run/ramet/fork.json; ip addr show eth0; ip route";
@@ -330,6 +297,48 @@ async fn renew(agent: &Agent, parent: Client) {
     assert!(!text.contains("10.9.0.2"), "{text}");
     kill(&task, "fork").await;
     delete(&task, "fork", "").await;
+}
+
+async fn start_talking(agent: &Agent, task: &TaskClient) {
+    let talk = "nc -l -p 9000 </dev/zero >/dev/null & sleep 0.5; nc 10.9.0.2 9000 </dev/zero >/dev/null & \
+                nc -l -p 9001 </dev/zero >/dev/null & sleep 0.5; nc 127.0.0.1 9001 </dev/zero >/dev/null & \
+                sleep 0.5; echo connected; sleep 1000";
+    let bundle = agent.bundle("fork", &["sh", "-c", talk], false);
+    task.create(ctx(), &create_request("fork", bundle, false))
+        .await
+        .expect("created");
+    task.start(
+        ctx(),
+        &api::StartRequest {
+            id: "fork".into(),
+            ..Default::default()
+        },
+    )
+    .await
+    .expect("started");
+    let out = agent.attach("fork", "", StreamKind::Stdout);
+    let mut lines = BufReader::new(out).lines();
+    assert_eq!(lines.next().expect("a line").expect("text"), "connected");
+}
+
+async fn renew_once(agent: &Agent, ours: &GuestClient, round: u32) {
+    ours.quiesce(ctx(), &guest::QuiesceRequest::new())
+        .await
+        .expect("quiesced");
+    let fork = GuestClient::new(agent.connect().await);
+    assert!(fork.thaw(ctx(), &guest::ThawRequest::new()).await.is_err());
+    let mut short = identity(network("10.9.0.7", "02:00:00:00:00:07"));
+    short.entropy.clear();
+    assert!(fork.renew(ctx(), &short).await.is_err(), "no entropy");
+    assert!(
+        fork.thaw(ctx(), &guest::ThawRequest::new()).await.is_err(),
+        "the renewal failed"
+    );
+    let request = identity(network("10.9.0.7", "02:00:00:00:00:07"));
+    let closed = fork.renew(ctx(), &request).await.expect("renewed").closed_connections;
+    // Killing one end resets the other, which is here too. The connection on loopback stays.
+    assert_eq!(closed > 0, round == 0, "{closed} in round {round}");
+    fork.thaw(ctx(), &guest::ThawRequest::new()).await.expect("thawed");
 }
 
 async fn output_and_exit(agent: &Agent, task: &TaskClient) {
