@@ -7,17 +7,20 @@
 //! | [`boot`], [`kernel`], [`acpi`], [`layout`] | a Linux kernel's view of it at the start |
 //! | [`state`], [`save`] | the saved machine |
 //! | [`devices`] | virtio |
+//! | [`jail`], [`seccomp`] | what this process may still do |
 
 pub mod acpi;
 pub mod boot;
 mod channel;
 pub mod control;
 pub mod devices;
+pub mod jail;
 pub mod kernel;
 pub mod layout;
 pub mod memory;
 pub mod platform;
 pub mod save;
+pub mod seccomp;
 pub mod service;
 pub mod state;
 #[expect(unsafe_code, reason = "system calls that no library wraps")]

@@ -267,11 +267,8 @@ impl GuestMemory {
 #[must_use]
 pub fn ram_ranges(bytes: u64) -> Vec<Range<u64>> {
     let low = bytes.min(HOLE_START);
-    let mut ranges = vec![0..low];
-    if bytes > low {
-        ranges.push(HOLE_END..HOLE_END + (bytes - low));
-    }
-    ranges
+    let high = HOLE_END..HOLE_END + (bytes - low);
+    [0..low, high].into_iter().filter(|range| !range.is_empty()).collect()
 }
 
 #[cfg(test)]

@@ -34,6 +34,9 @@ pub enum ServiceError {
     /// Events.
     #[error("make event")]
     Event(#[source] std::io::Error),
+    /// The process cannot be locked in.
+    #[error(transparent)]
+    Jail(#[from] crate::jail::JailError),
     /// The host has no usable KVM.
     #[error(transparent)]
     Host(VmError),
@@ -74,7 +77,8 @@ impl RequestError {
 /// When there is no KVM or no control socket.
 pub fn run() -> Result<(), ServiceError> {
     let channel = Channel::from(crate::sys::fd::own(CONTROL_FD));
-    let host = Host::open().map_err(ServiceError::Host)?;
+    let mut host = Host::open().map_err(ServiceError::Host)?;
+    host.vcpu_filter = Some(Arc::new(crate::jail::enter()?));
     Service::new(channel, host)?.serve()
 }
 

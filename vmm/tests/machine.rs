@@ -309,3 +309,28 @@ fn an_index_that_reaches_beyond_its_file_is_refused() -> Result<()> {
     assert!(message.contains("memory file 0"), "{message}");
     Ok(())
 }
+
+#[test]
+fn the_process_is_locked_in() -> Result<()> {
+    let vmm = running_ticker(&tempfile::tempfile()?)?;
+    let mut filters = Vec::new();
+    for thread in std::fs::read_dir(format!("/proc/{}/task", vmm.pid))? {
+        let status = std::fs::read_to_string(thread?.path().join("status"))?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            line.map(|value| value.trim_start_matches(':').trim().to_owned())
+                .unwrap_or_default()
+        };
+        for set in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+            assert_eq!(field(set), "0000000000000000", "{set} of {}", field("Name"));
+        }
+        assert_eq!((field("NoNewPrivs").as_str(), field("Seccomp").as_str()), ("1", "2"));
+        filters.push((field("Name"), field("Seccomp_filters")));
+    }
+    filters.sort();
+    assert!(filters.contains(&("vcpu0".into(), "2".into())), "{filters:?}");
+    if nix::unistd::geteuid().is_root() {
+        assert_eq!(std::fs::read_dir(format!("/proc/{}/root", vmm.pid))?.count(), 0);
+    }
+    Ok(())
+}

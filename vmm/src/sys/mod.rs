@@ -1,5 +1,6 @@
 //! The only unsafe code of the VMM: system calls that no library wraps safely.
 
+pub(crate) mod capability;
 pub(crate) mod dumper;
 pub(crate) mod fd;
 pub(crate) mod kvm;

@@ -15,6 +15,7 @@ use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use crate::control::ExitReason;
 use crate::platform::Platform;
+use crate::seccomp::Filter;
 use crate::sys::vcpu::ImmediateExit;
 use state::{VcpuState, VcpuStateError};
 
@@ -67,6 +68,19 @@ impl ExitCounts {
     }
 }
 
+/// What all vCPU threads of a machine use.
+#[derive(Clone, Debug)]
+pub struct Shared {
+    /// Ports, addresses, and the end of the machine.
+    pub platform: Arc<Platform>,
+    /// VM exits.
+    pub counts: Arc<ExitCounts>,
+    /// The model-specific registers that a save covers.
+    pub registers: Arc<Vec<u32>>,
+    /// Installed by each thread before it does anything.
+    pub filter: Option<Arc<Filter>>,
+}
+
 enum Command {
     Run,
     Save(Sender<Result<VcpuState, VcpuStateError>>),
@@ -91,28 +105,19 @@ struct Control {
 
 struct Runner {
     fd: VcpuFd,
-    platform: Arc<Platform>,
-    counts: Arc<ExitCounts>,
+    shared: Shared,
     control: Arc<Control>,
-    registers: Arc<Vec<u32>>,
     cpuid: CpuId,
 }
 
 extern "C" fn ignore_signal(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
 impl Vcpu {
-    /// Starts the thread of a vCPU whose state is set, with this CPUID; it waits for [`Self::run`]. `registers` are the
-    /// model-specific registers a save covers.
+    /// Starts the thread of a vCPU whose state is set, with this CPUID; it waits for [`Self::run`].
     ///
     /// # Errors
     /// When the process is out of threads or memory.
-    pub fn start(
-        id: u8,
-        (fd, cpuid): (VcpuFd, CpuId),
-        platform: Arc<Platform>,
-        counts: Arc<ExitCounts>,
-        registers: Arc<Vec<u32>>,
-    ) -> Result<Self, VcpuError> {
+    pub fn start(id: u8, (fd, cpuid): (VcpuFd, CpuId), shared: Shared) -> Result<Self, VcpuError> {
         register_signal_handler(SIGRTMIN(), ignore_signal).map_err(|e| VcpuError::Start(e.into()))?;
         let exit = ImmediateExit::new(&fd).map_err(VcpuError::Start)?;
         let control = Arc::new(Control {
@@ -123,10 +128,8 @@ impl Vcpu {
         let (stopping, stopped) = channel();
         let runner = Runner {
             fd,
-            platform,
-            counts,
+            shared,
             control: Arc::clone(&control),
-            registers,
             cpuid,
         };
         let thread = std::thread::Builder::new()
@@ -204,16 +207,19 @@ impl Drop for Vcpu {
 
 impl Runner {
     fn serve(mut self, commands: &Receiver<Command>, stopping: &Sender<()>) {
+        if let Some(Err(error)) = self.shared.filter.as_ref().map(|filter| filter.install()) {
+            return self.shared.platform.end(ExitReason::Fault(error.to_string()));
+        }
         while let Ok(command) = commands.recv() {
             match command {
                 Command::Run => {
                     if let Some(reason) = self.run_guest() {
-                        self.platform.end(reason);
+                        self.shared.platform.end(reason);
                     }
                     let _nobody_waits = stopping.send(());
                 }
                 Command::Save(reply) => {
-                    let _nobody_waits = reply.send(VcpuState::save(&self.fd, &self.cpuid, &self.registers));
+                    let _nobody_waits = reply.send(VcpuState::save(&self.fd, &self.cpuid, &self.shared.registers));
                 }
             }
         }
@@ -229,26 +235,26 @@ impl Runner {
         loop {
             match self.fd.run() {
                 Ok(VcpuExit::IoIn(port, data)) => {
-                    count(&self.counts.port_in);
-                    self.platform.port_read(port, data);
+                    count(&self.shared.counts.port_in);
+                    self.shared.platform.port_read(port, data);
                 }
                 Ok(VcpuExit::IoOut(port, data)) => {
-                    count(&self.counts.port_out);
-                    if let Some(reason) = self.platform.port_write(port, data) {
+                    count(&self.shared.counts.port_out);
+                    if let Some(reason) = self.shared.platform.port_write(port, data) {
                         return Some(reason);
                     }
                 }
                 Ok(VcpuExit::MmioRead(address, data)) => {
-                    count(&self.counts.mmio_read);
-                    self.platform.mmio_read(address, data);
+                    count(&self.shared.counts.mmio_read);
+                    self.shared.platform.mmio_read(address, data);
                 }
                 Ok(VcpuExit::MmioWrite(address, data)) => {
-                    count(&self.counts.mmio_write);
-                    self.platform.mmio_write(address, data);
+                    count(&self.shared.counts.mmio_write);
+                    self.shared.platform.mmio_write(address, data);
                 }
                 Ok(VcpuExit::Shutdown) => return Some(ExitReason::TripleFault),
                 Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, _)) => return Some(ExitReason::PowerOff),
-                Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::Hlt) => count(&self.counts.other),
+                Ok(VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::Hlt) => count(&self.shared.counts.other),
                 Ok(exit) => {
                     let exit = format!("{exit:?}");
                     return Some(ExitReason::Fault(format!(
@@ -258,12 +264,12 @@ impl Runner {
                 }
                 Err(error) => match error.errno() {
                     libc::EINTR => {
-                        count(&self.counts.interrupted);
+                        count(&self.shared.counts.interrupted);
                         if self.control.pause.load(Ordering::SeqCst) {
                             return None;
                         }
                     }
-                    libc::EAGAIN => count(&self.counts.other),
+                    libc::EAGAIN => count(&self.shared.counts.other),
                     _ => return Some(ExitReason::Fault(format!("KVM_RUN: {error} at {}", self.position()))),
                 },
             }

@@ -13,7 +13,7 @@ use crate::layout;
 use crate::memory::GuestMemory;
 use crate::platform::{Line, Platform, SerialState};
 use crate::sys::kvm::{random, set_memory_region};
-use crate::vcpu::{ExitCounts, Vcpu};
+use crate::vcpu::{ExitCounts, Shared, Vcpu};
 
 /// The pieces of a machine before its vCPUs have threads.
 pub(super) struct Bare {
@@ -86,16 +86,15 @@ impl Bare {
             .kvm
             .get_msr_index_list()
             .map_err(|e| VmError::Kvm("list model-specific registers", e))?;
-        let registers = Arc::new(registers.as_slice().to_vec());
+        let shared = Shared {
+            platform: Arc::clone(&platform),
+            counts: Arc::clone(&counts),
+            registers: Arc::new(registers.as_slice().to_vec()),
+            filter: host.vcpu_filter.clone(),
+        };
         let mut vcpus = Vec::new();
         for (id, vcpu) in (0_u8..).zip(self.vcpus.into_iter().zip(cpuids)) {
-            vcpus.push(Vcpu::start(
-                id,
-                vcpu,
-                Arc::clone(&platform),
-                Arc::clone(&counts),
-                Arc::clone(&registers),
-            )?);
+            vcpus.push(Vcpu::start(id, vcpu, shared.clone())?);
         }
         Ok(Machine {
             vcpus,

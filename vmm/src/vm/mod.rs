@@ -18,6 +18,7 @@ use crate::control::VmStats;
 use crate::devices::virtio::{DeviceError, DeviceSet, Disk, EventSender, Net};
 use crate::memory::{GuestMemory, MemoryError};
 use crate::platform::Platform;
+use crate::seccomp::Filter;
 use crate::state::{BoardState, MachineState, StateError};
 use crate::vcpu::state::VcpuStateError;
 use crate::vcpu::{ExitCounts, Vcpu, VcpuError};
@@ -68,6 +69,8 @@ pub enum VmError {
 pub struct Host {
     pub(crate) kvm: Kvm,
     pub(crate) pagemap: File,
+    /// Installed by each vCPU thread, if there is one.
+    pub(crate) vcpu_filter: Option<Arc<Filter>>,
 }
 
 impl Host {
@@ -78,7 +81,11 @@ impl Host {
     pub fn open() -> Result<Self, VmError> {
         let kvm = Kvm::new().map_err(|e| VmError::Kvm("open /dev/kvm", e))?;
         let pagemap = File::open("/proc/self/pagemap").map_err(|e| VmError::Io("open /proc/self/pagemap", e))?;
-        Ok(Self { kvm, pagemap })
+        Ok(Self {
+            kvm,
+            pagemap,
+            vcpu_filter: None,
+        })
     }
 
     fn supported_cpuid(&self) -> Result<CpuId, VmError> {

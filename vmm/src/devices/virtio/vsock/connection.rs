@@ -6,41 +6,16 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-use vm_memory::{ReadVolatile, VolatileMemoryError, WriteVolatile};
+use vm_memory::{VolatileMemoryError, WriteVolatile};
 use vmm_sys_util::epoll::EventSet;
 
-use super::super::GUEST_CID;
 use super::super::queue::Segments;
-use super::HOST_CID;
-use super::packet::{DATA_MAX, HEADER, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, TYPE_STREAM};
+use super::credit::Credit;
+use super::packet::{DATA_MAX, HEADER, Header, Op, Ports, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
+use super::stream::{is_closed, read};
 
 /// Bytes that the guest may send ahead of what the host's stream takes.
 pub(super) const BUFFER: u32 = 128 * 1024;
-
-/// The two ports that name a connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Ports {
-    pub(super) host: u32,
-    pub(super) guest: u32,
-}
-
-impl Ports {
-    /// A packet to the guest without data.
-    pub(super) fn header(self, op: Op) -> Header {
-        Header {
-            source_cid: HOST_CID,
-            target_cid: GUEST_CID,
-            source_port: self.host,
-            target_port: self.guest,
-            len: 0,
-            socket_type: TYPE_STREAM,
-            op,
-            flags: 0,
-            buf_alloc: 0,
-            fwd_cnt: 0,
-        }
-    }
-}
 
 /// How far a connection is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,9 +84,8 @@ pub(super) struct Connection {
     /// Nothing more is read from the host.
     host_ended: bool,
     blocked_on_credit: bool,
-    sent: u32,
-    guest_buf_alloc: u32,
-    guest_fwd_cnt: u32,
+    /// What the guest can take.
+    credit: Credit,
     backlog: VecDeque<u8>,
     forwarded: u32,
     told: u32,
@@ -132,9 +106,7 @@ impl Connection {
             guest_shutdown: 0,
             host_ended: false,
             blocked_on_credit: false,
-            sent: 0,
-            guest_buf_alloc: 0,
-            guest_fwd_cnt: 0,
+            credit: Credit::default(),
             backlog: VecDeque::new(),
             forwarded: 0,
             told: 0,
@@ -197,18 +169,12 @@ impl Connection {
 
     /// Takes over the guest's view of its buffer; returns whether data can flow again.
     pub(super) fn update_credit(&mut self, header: &Header) -> bool {
-        self.guest_buf_alloc = header.buf_alloc;
-        self.guest_fwd_cnt = header.fwd_cnt;
-        if self.blocked_on_credit && self.credit() > 0 {
+        self.credit.update(header.buf_alloc, header.fwd_cnt);
+        if self.blocked_on_credit && self.credit.available() > 0 {
             self.blocked_on_credit = false;
             return self.can_read();
         }
         false
-    }
-
-    fn credit(&self) -> u32 {
-        self.guest_buf_alloc
-            .saturating_sub(self.sent.wrapping_sub(self.guest_fwd_cnt))
     }
 
     /// The guest accepted.
@@ -277,7 +243,7 @@ impl Connection {
         if !self.can_read() {
             return Filled::Nothing;
         }
-        let credit = self.credit().min(DATA_MAX);
+        let credit = self.credit.available().min(DATA_MAX);
         if credit == 0 {
             if !std::mem::replace(&mut self.blocked_on_credit, true) {
                 self.waiting.credit_request = true;
@@ -287,7 +253,7 @@ impl Connection {
         let mut buffer = buffer.clone();
         let mut head = buffer.take(HEADER as u64);
         let room = buffer.take(u64::from(credit));
-        let bytes = match self.read_stream(&room) {
+        let bytes = match read(&self.stream, &room) {
             Ok(0) => {
                 self.host_ended = true;
                 return Filled::Ended;
@@ -296,31 +262,13 @@ impl Connection {
             Err(ErrorKind::WouldBlock) => return Filled::Nothing,
             Err(_) => return Filled::Broken,
         };
-        self.sent = self.sent.wrapping_add(bytes);
+        self.credit.spend(bytes);
         let header = Header {
             len: bytes,
             ..self.header(Op::Data)
         };
         head.write(&header.to_bytes());
         Filled::Packet(HEADER as u64 + u64::from(bytes))
-    }
-
-    fn read_stream(&mut self, room: &Segments<'_>) -> Result<u32, ErrorKind> {
-        let mut total = 0;
-        for slice in room.slices() {
-            match self.stream.read_volatile(&mut slice.clone()) {
-                Ok(bytes) => {
-                    total += bytes;
-                    if bytes < slice.len() {
-                        break;
-                    }
-                }
-                Err(_) if total > 0 => break,
-                Err(VolatileMemoryError::IOError(error)) => return Err(error.kind()),
-                Err(_) => return Err(ErrorKind::Other),
-            }
-        }
-        u32::try_from(total).map_err(|_| ErrorKind::Other)
     }
 
     /// Data from the guest: to the stream as far as it takes it, the rest into the backlog.
@@ -432,15 +380,7 @@ impl Connection {
 
     /// Whether the host closed its end altogether, not just the direction to us.
     pub(super) fn look_for_close(&mut self) -> bool {
-        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-        if !self.host_closed {
-            let mut fds = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
-            let count = poll(&mut fds, PollTimeout::ZERO);
-            self.host_closed = count.is_ok()
-                && fds[0]
-                    .revents()
-                    .is_some_and(|events| events.contains(PollFlags::POLLHUP));
-        }
+        self.host_closed = self.host_closed || is_closed(&self.stream);
         self.host_closed
     }
 

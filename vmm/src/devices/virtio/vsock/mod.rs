@@ -5,8 +5,12 @@
 //! nothing is put into the receive queue until the driver has handed the event's buffer back, which it does after the resets.
 
 mod connection;
+mod credit;
+mod from_guest;
 mod packet;
 mod state;
+mod stream;
+mod to_guest;
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -16,11 +20,9 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 use vmm_sys_util::epoll::EventSet;
 
 use super::model::{Context, Model, Poller, copy_config};
-use super::queue::{Chain, Segments};
-use super::{DeviceEvent, EventSender, GUEST_CID};
-use crate::control::GUEST_TO_HOST_PORTS;
-use connection::{Connection, Filled, Phase, Ports, Taken};
-use packet::{DATA_MAX, HEADER, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, TYPE_STREAM};
+use super::{EventSender, GUEST_CID};
+use connection::{Connection, Phase};
+use packet::{Ports, SHUTDOWN_BOTH};
 pub(super) use state::VsockState;
 
 /// The host's address.
@@ -34,8 +36,6 @@ const FIRST_PORT: u32 = 1 << 30;
 const CONNECTIONS_MAX: usize = 1023;
 /// Resets for connections that we do not have; more are dropped, they are a courtesy.
 const RESETS_MAX: usize = 1024;
-/// Packets for the guest in one go, before other devices have their turn.
-const PACKETS_AT_ONCE: usize = 256;
 /// `VIRTIO_VSOCK_EVENT_TRANSPORT_RESET`.
 const TRANSPORT_RESET: [u8; 4] = [0; 4];
 
@@ -112,24 +112,6 @@ impl Vsock {
             self.closed_until = index.map(|index| index.wrapping_add(self.unanswered_resets));
         }
         tracing::debug!(closed = self.closed_until.is_some(), more, "vsock reset event");
-    }
-
-    /// Whether the guest may be sent packets.
-    fn is_open(&mut self, context: &Context<'_>) -> bool {
-        let Some(target) = self.closed_until else { return true };
-        let index = context
-            .queues
-            .get(EVENT)
-            .and_then(|queue| queue.available_index(context.mem));
-        let Some(index) = index else { return false };
-        let missing = target.wrapping_sub(index);
-        if missing == 0 || missing > QUEUES[EVENT] {
-            self.closed_until = None;
-            self.unanswered_resets = 0;
-            return true;
-        }
-        self.unanswered_resets = missing;
-        false
     }
 
     /// Opens a connection from the host. It goes on when the I/O thread has its next round.
@@ -232,214 +214,6 @@ impl Vsock {
         {
             self.data.push_back(token);
         }
-    }
-
-    /// Takes packets from the guest.
-    fn transmit(&mut self, context: &mut Context<'_>) {
-        loop {
-            let Some(queue) = context.queues.get_mut(TRANSMIT) else {
-                return;
-            };
-            queue.disable_notification(context.mem);
-            while let Some(Chain { head, mut readable, .. }) = queue.pop(context.mem) {
-                if let Some(header) = Header::read(&mut readable) {
-                    self.packet(&header, readable, context.poller);
-                }
-                queue.complete(context.mem, head, 0);
-            }
-            queue.signal(context.mem, context.interrupt);
-            if !queue.enable_notification(context.mem) {
-                return;
-            }
-        }
-    }
-
-    /// One packet from the guest.
-    fn packet(&mut self, header: &Header, mut payload: Segments<'_>, poller: &Poller) {
-        if header.source_cid != GUEST_CID || header.target_cid != HOST_CID {
-            return;
-        }
-        let ports = Ports {
-            host: header.target_port,
-            guest: header.source_port,
-        };
-        let token = self.tokens.get(&ports).copied();
-        tracing::trace!(?ports, known = token.is_some(), op = ?header.op, len = header.len, flags = header.flags, "from guest");
-        let fits = header.len <= DATA_MAX && u64::from(header.len) <= payload.len();
-        if header.socket_type != TYPE_STREAM || !fits {
-            self.refuse(ports, token, poller);
-            return;
-        }
-        let data = payload.take(header.len.into());
-        match (token, header.op) {
-            (None, Op::Request) => self.accept(ports, header, poller),
-            (None, Op::Reset) => {}
-            (None, _) => self.reset(ports),
-            (Some(token), op) => {
-                let Some(connection) = self.connections.get_mut(&token) else {
-                    return;
-                };
-                if connection.update_credit(header) {
-                    self.queue_data(token);
-                }
-                self.packet_of_connection(token, op, header.flags, &data, poller);
-            }
-        }
-    }
-
-    fn packet_of_connection(&mut self, token: u32, op: Op, flags: u32, data: &Segments<'_>, poller: &Poller) {
-        let Some(connection) = self.connections.get_mut(&token) else {
-            return;
-        };
-        let ports = connection.ports;
-        match (op, connection.phase) {
-            (Op::Response, Phase::Connecting) => {
-                connection.establish();
-                self.queue_data(token);
-            }
-            (Op::Reset, _) => return self.end(token, poller),
-            (Op::Shutdown, Phase::Established) => {
-                if connection.guest_shutdown(flags) {
-                    // The guest waits for this before it forgets the connection.
-                    self.reset(ports);
-                    return self.end(token, poller);
-                }
-            }
-            (Op::Data, Phase::Established) => {
-                if connection.take(data) == Taken::Violation {
-                    return self.refuse(ports, Some(token), poller);
-                }
-            }
-            (Op::CreditUpdate, _) => {}
-            (Op::CreditRequest, _) => connection.owe_credit_update(),
-            _ => return self.refuse(ports, Some(token), poller),
-        }
-        self.update(token, poller);
-    }
-
-    fn refuse(&mut self, ports: Ports, token: Option<u32>, poller: &Poller) {
-        self.reset(ports);
-        if let Some(token) = token {
-            self.remove(token, poller);
-        }
-    }
-
-    /// A connection from the guest.
-    fn accept(&mut self, ports: Ports, header: &Header, poller: &Poller) {
-        let allowed = GUEST_TO_HOST_PORTS.contains(&ports.host) && self.connections.len() < CONNECTIONS_MAX;
-        let pair = allowed.then(UnixStream::pair).and_then(Result::ok);
-        let Some((ours, theirs)) = pair else {
-            self.reset(ports);
-            return;
-        };
-        let mut connection = Connection::incoming(ports, ours);
-        connection.update_credit(header);
-        if self.insert(connection, poller).is_err() {
-            self.reset(ports);
-            return;
-        }
-        if !self.events.send(DeviceEvent::Connected {
-            port: ports.host,
-            stream: theirs.into(),
-        }) {
-            let token = self.tokens.get(&ports).copied();
-            self.refuse(ports, token, poller);
-            return;
-        }
-        if let Some(token) = self.tokens.get(&ports).copied() {
-            self.queue_data(token);
-        }
-    }
-
-    /// Gives packets to the guest, as long as there are some and it has buffers.
-    fn pump(&mut self, context: &mut Context<'_>) {
-        if !self.is_open(context) {
-            return;
-        }
-        for round in 0.. {
-            if self.resets.is_empty() && self.control.is_empty() && self.data.is_empty() {
-                break;
-            }
-            if round >= PACKETS_AT_ONCE {
-                context.poller.wake();
-                break;
-            }
-            let Some(queue) = context.queues.get_mut(RECEIVE) else {
-                break;
-            };
-            let Some(Chain { head, mut writable, .. }) = queue.pop(context.mem) else {
-                if queue.enable_notification(context.mem) {
-                    continue;
-                }
-                break;
-            };
-            if writable.len() <= HEADER as u64 {
-                queue.complete(context.mem, head, 0);
-            } else if let Some(bytes) = self.next_packet(&mut writable, context.poller) {
-                queue.complete(context.mem, head, bytes);
-            } else {
-                queue.push_back(1);
-            }
-        }
-        if let Some(queue) = context.queues.get_mut(RECEIVE) {
-            queue.signal(context.mem, context.interrupt);
-        }
-    }
-
-    /// Puts the next packet into a buffer; `None` when there is none after all.
-    fn next_packet(&mut self, buffer: &mut Segments<'_>, poller: &Poller) -> Option<u64> {
-        loop {
-            if let Some(ports) = self.resets.pop_front() {
-                return Some(buffer.write(&ports.header(Op::Reset).to_bytes()) as u64);
-            }
-            if let Some(token) = self.control.pop_front() {
-                let Some(header) = self.control_packet(token, poller) else {
-                    continue;
-                };
-                return Some(buffer.write(&header.to_bytes()) as u64);
-            }
-            let token = self.data.pop_front()?;
-            if let Some(bytes) = self.data_packet(token, buffer, poller) {
-                return Some(bytes);
-            }
-        }
-    }
-
-    fn control_packet(&mut self, token: u32, poller: &Poller) -> Option<Header> {
-        let connection = self.connections.get_mut(&token)?;
-        connection.in_control_queue = false;
-        let header = connection.next_control()?;
-        if connection.is_over() {
-            self.remove(token, poller);
-        } else {
-            self.update(token, poller);
-        }
-        Some(header)
-    }
-
-    fn data_packet(&mut self, token: u32, buffer: &Segments<'_>, poller: &Poller) -> Option<u64> {
-        let connection = self.connections.get_mut(&token)?;
-        connection.in_data_queue = false;
-        let ports = connection.ports;
-        match connection.fill(buffer) {
-            Filled::Packet(bytes) => {
-                self.queue_data(token);
-                self.update(token, poller);
-                return Some(bytes);
-            }
-            Filled::Nothing | Filled::NoCredit => self.update(token, poller),
-            Filled::Ended => {
-                let flags = if connection.look_for_close() {
-                    SHUTDOWN_BOTH
-                } else {
-                    SHUTDOWN_SEND
-                };
-                connection.announce(flags);
-                self.update(token, poller);
-            }
-            Filled::Broken => self.refuse(ports, Some(token), poller),
-        }
-        None
     }
 
     /// The host's stream is ready for something.

@@ -1,6 +1,8 @@
 //! The packet header of virtio-vsock.
 
+use super::super::GUEST_CID;
 use super::super::queue::Segments;
+use super::HOST_CID;
 
 /// Bytes of a header.
 pub(super) const HEADER: usize = 44;
@@ -120,5 +122,30 @@ impl Header {
         put(36, &self.buf_alloc.to_le_bytes());
         put(40, &self.fwd_cnt.to_le_bytes());
         bytes
+    }
+}
+
+/// The two ports that name a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Ports {
+    pub(super) host: u32,
+    pub(super) guest: u32,
+}
+
+impl Ports {
+    /// A packet to the guest without data.
+    pub(super) fn header(self, op: Op) -> Header {
+        Header {
+            source_cid: HOST_CID,
+            target_cid: GUEST_CID,
+            source_port: self.host,
+            target_port: self.guest,
+            len: 0,
+            socket_type: TYPE_STREAM,
+            op,
+            flags: 0,
+            buf_alloc: 0,
+            fwd_cnt: 0,
+        }
     }
 }

@@ -64,6 +64,7 @@ impl Guest {
         guest
     }
 
+    #[expect(clippy::too_many_arguments, reason = "fields of a packet")]
     fn send(&mut self, host: u32, guest: u32, op: Op, flags: u32, fwd_cnt: u32, data: &[u8]) {
         let header = Header {
             source_cid: 3,
