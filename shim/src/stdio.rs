@@ -282,6 +282,7 @@ async fn copy_input(mut fifo: pipe::Receiver, mut stream: UnixStream) {
             return;
         }
     }
+    debug!("stdin ends");
     let _ = stream.shutdown().await;
     // The other direction carries nothing; wait for the guest to close so that nothing unread is reset away.
     while !matches!(stream.read(&mut buffer).await, Ok(0) | Err(_)) {}

@@ -250,6 +250,12 @@ impl Task for TaskService {
     }
 
     async fn close_io(&self, _: &TtrpcContext, request: CloseIORequest) -> ttrpc::Result<Empty> {
+        info!(
+            id = request.id,
+            exec_id = request.exec_id,
+            stdin = request.stdin,
+            "close io"
+        );
         if request.stdin {
             let process = process_id(&request.exec_id);
             self.sandbox
