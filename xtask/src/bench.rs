@@ -1,34 +1,37 @@
 //! `cargo xtask bench`.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Result;
 use clap::Subcommand;
 
-use crate::lab::{self, Job};
+use crate::demo::Program;
 use crate::workspace::Workspace;
 
 /// The benchmarks.
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Forks beside cold workers and plain containers
-    Fork,
+    /// Forks beside cold workers and plain containers, and what does not change the time of a fork
+    Fork {
+        /// Write the results to this file
+        #[arg(long, value_name = "PATH")]
+        json: Option<PathBuf>,
+        /// Use the programs in the target directory as they are
+        #[arg(long)]
+        no_build: bool,
+    },
 }
 
-/// Runs a benchmark in the lab.
+/// Runs a benchmark.
 pub(crate) fn run(ws: &Workspace, command: &Command) -> Result<ExitCode> {
-    let Command::Fork = command;
-    lab::prepare(ws, false)?;
-    let words = ["ramet-demo", "bench"].map(str::to_owned).to_vec();
-    let outcome = lab::run(
-        ws,
-        &Job {
-            name: "bench".into(),
-            words,
-            timeout: Duration::from_secs(1800),
-            programs: vec![],
-        },
-    )?;
-    Ok(ExitCode::from(outcome.code))
+    let Command::Fork { json, no_build } = command;
+    let program = Program {
+        name: "bench",
+        options: vec!["bench".into()],
+        json: json.clone(),
+        timeout: Duration::from_secs(40 * 60),
+    };
+    program.run(ws, *no_build)
 }

@@ -21,10 +21,26 @@ const PACKAGES: &[(&str, &str)] = &[
     ("util-linux", "ties QEMU's life to ours"),
 ];
 
-/// Installs what is missing, with apt-get, and says so.
+/// Packages for running containers on this machine itself, and why each is needed.
+const CONTAINERD_PACKAGES: &[(&str, &str)] = &[
+    ("containerd", "the demo starts one of its own"),
+    ("runc", "plain containers, to compare with"),
+    ("iproute2", "looks for network devices that were left behind"),
+];
+
+/// Installs what building and the lab need, with apt-get, and says so.
 pub(crate) fn ensure() -> Result<()> {
+    install(PACKAGES)
+}
+
+/// Installs what running containers on this machine itself needs.
+pub(crate) fn ensure_containerd() -> Result<()> {
+    install(CONTAINERD_PACKAGES)
+}
+
+fn install(packages: &[(&'static str, &str)]) -> Result<()> {
     let mut missing = Vec::new();
-    for (package, _) in PACKAGES {
+    for (package, _) in packages {
         if !is_installed(package)? {
             missing.push(*package);
         }

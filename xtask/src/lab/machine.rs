@@ -128,6 +128,15 @@ fn start(config: &Config, ports: &[&Port], serial: &str, stdin: Stdio) -> Result
         "-serial",
         serial,
     ]);
+    // Only the demo with a model has anything to say to the outside.
+    if std::env::var_os("OPENAI_BASE_URL").is_some() {
+        command.args([
+            "-netdev",
+            "user,id=net",
+            "-device",
+            "virtio-net-pci,netdev=net,romfile=",
+        ]);
+    }
     for port in ports {
         command.args(port.arguments());
     }

@@ -5,6 +5,7 @@ mod payload;
 mod slot;
 
 use std::fs;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -246,7 +247,9 @@ impl RunDir {
     fn create(lab: &Path) -> Result<Self> {
         remove_stale(lab)?;
         let path = lab.join(format!("run-{}", std::process::id()));
-        make_dir(&path)?;
+        // For our user alone: the job may carry an API key.
+        let made = fs::DirBuilder::new().mode(0o700).create(&path);
+        made.with_context(|| format!("creating {}", path.display()))?;
         Ok(Self { path })
     }
 }

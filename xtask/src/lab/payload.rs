@@ -63,7 +63,7 @@ pub(crate) fn build(ws: &Workspace, run_dir: &Path, contents: &Contents<'_>) -> 
     copy(&ws.recipe("init"), &root.join("init"))?;
     make_executable(&root.join("init"))?;
     copy(&ws.recipe("containerd.toml"), &root.join("containerd.toml"))?;
-    write(&root.join("job"), &contents.script)?;
+    write(&root.join("job"), &(forwarded_environment() + &contents.script))?;
     write(&root.join("mode"), contents.mode)?;
     write(&root.join("terminal"), &terminal_size())?;
     let disk = run_dir.join("payload.erofs");
@@ -90,6 +90,14 @@ pub(crate) fn initramfs(ws: &Workspace, base: &Base, run_dir: &Path) -> Result<P
     let path = run_dir.join("initramfs");
     fs::write(&path, archive.finish()).with_context(|| format!("writing {}", path.display()))?;
     Ok(path)
+}
+
+/// Variables of ours that mean something in the lab, as shell commands.
+fn forwarded_environment() -> String {
+    let forwarded = std::env::vars().filter(|(name, _)| name.starts_with("OPENAI_") || name == "RUST_LOG");
+    forwarded
+        .map(|(name, value)| format!("export {name}={}\n", quote(&value)))
+        .collect()
 }
 
 /// Rows and columns of our terminal; empty when we have none.
