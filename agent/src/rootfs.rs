@@ -208,8 +208,13 @@ pub fn complete_spec(json: &[u8], id: &str, root: &Path) -> Result<CompleteSpec>
 
 /// Whether the spec asks for a new UTS namespace.
 fn has_own_hostname(spec: &serde_json::Value) -> bool {
-    let namespaces = spec["linux"]["namespaces"].as_array().map(Vec::as_slice).unwrap_or_default();
-    namespaces.iter().any(|namespace| namespace["type"] == "uts" && namespace.get("path").is_none())
+    let namespaces = spec["linux"]["namespaces"]
+        .as_array()
+        .map(Vec::as_slice)
+        .unwrap_or_default();
+    namespaces
+        .iter()
+        .any(|namespace| namespace["type"] == "uts" && namespace.get("path").is_none())
 }
 
 /// Waits for the disk with a serial number and returns its device.
@@ -290,7 +295,10 @@ mod tests {
         };
         let uts = r#""linux":{"namespaces":[{"type":"uts"}]}"#;
         assert_eq!(hostname(&format!(r#"{{"ociVersion":"1.1.0",{uts}}}"#)), "c1");
-        assert_eq!(hostname(&format!(r#"{{"ociVersion":"1.1.0","hostname":"web",{uts}}}"#)), "web");
+        assert_eq!(
+            hostname(&format!(r#"{{"ociVersion":"1.1.0","hostname":"web",{uts}}}"#)),
+            "web"
+        );
         assert!(hostname(r#"{"ociVersion":"1.1.0"}"#).is_null());
     }
 

@@ -303,19 +303,7 @@ async fn start_talking(agent: &Agent, task: &TaskClient) {
     let talk = "nc -l -p 9000 </dev/zero >/dev/null & sleep 0.5; nc 10.9.0.2 9000 </dev/zero >/dev/null & \
                 nc -l -p 9001 </dev/zero >/dev/null & sleep 0.5; nc 127.0.0.1 9001 </dev/zero >/dev/null & \
                 sleep 0.5; echo connected; sleep 1000";
-    let bundle = agent.bundle("fork", &["sh", "-c", talk], false);
-    task.create(ctx(), &create_request("fork", bundle, false))
-        .await
-        .expect("created");
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "fork".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
+    run(agent, task, "fork", &["sh", "-c", talk]).await;
     let out = agent.attach("fork", "", StreamKind::Stdout);
     let mut lines = BufReader::new(out).lines();
     assert_eq!(lines.next().expect("a line").expect("text"), "connected");
@@ -354,28 +342,10 @@ async fn output_and_exit(agent: &Agent, task: &TaskClient) {
         agent.attach("out", "", StreamKind::Stdout),
         agent.attach("out", "", StreamKind::Stderr),
     );
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "out".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
+    start(task, "out").await;
     assert_eq!(read_all(out).await, "hello\n");
     assert_eq!(read_all(err).await, "oops\n");
-    let exit = task
-        .wait(
-            ctx(),
-            &api::WaitRequest {
-                id: "out".into(),
-                ..Default::default()
-            },
-        )
-        .await
-        .expect("waited");
-    assert_eq!(exit.exit_status, 3);
+    assert_eq!(wait(task, "out", "").await, 3);
     let state = task
         .state(
             ctx(),
@@ -395,6 +365,33 @@ async fn output_and_exit(agent: &Agent, task: &TaskClient) {
     eprintln!("output_and_exit: {:?}", started.elapsed());
 }
 
+/// Creates and starts a container without a terminal.
+async fn run(agent: &Agent, task: &TaskClient, id: &str, args: &[&str]) {
+    let bundle = agent.bundle(id, args, false);
+    task.create(ctx(), &create_request(id, bundle, false))
+        .await
+        .expect("created");
+    start(task, id).await;
+}
+
+async fn start(task: &TaskClient, id: &str) {
+    let request = api::StartRequest {
+        id: id.into(),
+        ..Default::default()
+    };
+    task.start(ctx(), &request).await.expect("started");
+}
+
+/// The exit status of a process.
+async fn wait(task: &TaskClient, id: &str, exec_id: &str) -> u32 {
+    let request = api::WaitRequest {
+        id: id.into(),
+        exec_id: exec_id.into(),
+        ..Default::default()
+    };
+    task.wait(ctx(), &request).await.expect("waited").exit_status
+}
+
 async fn delete(task: &TaskClient, id: &str, exec_id: &str) {
     let request = api::DeleteRequest {
         id: id.into(),
@@ -412,17 +409,7 @@ async fn kill(task: &TaskClient, id: &str) {
         ..Default::default()
     };
     task.kill(ctx(), &request).await.expect("killed");
-    let exit = task
-        .wait(
-            ctx(),
-            &api::WaitRequest {
-                id: id.into(),
-                ..Default::default()
-            },
-        )
-        .await
-        .expect("waited");
-    assert_eq!(exit.exit_status, 137);
+    assert_eq!(wait(task, id, "").await, 137);
 }
 
 async fn exec(agent: &Agent, task: &TaskClient, id: &str, exec_id: &str, args: &[&str]) -> ttrpc::Result<UnixStream> {
@@ -453,31 +440,14 @@ async fn exec(agent: &Agent, task: &TaskClient, id: &str, exec_id: &str, args: &
 }
 
 async fn stdin_and_exec(agent: &Agent, task: &TaskClient) {
-    let bundle = agent.bundle("cat", &["cat"], false);
-    task.create(ctx(), &create_request("cat", bundle, false))
-        .await
-        .expect("created");
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "cat".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
+    run(agent, task, "cat", &["cat"]).await;
 
     let started = Instant::now();
     let out = exec(agent, task, "cat", "e1", &["sh", "-c", "echo exec $$; exit 4"])
         .await
         .expect("started");
     assert!(read_all(out).await.starts_with("exec "));
-    let wait = api::WaitRequest {
-        id: "cat".into(),
-        exec_id: "e1".into(),
-        ..Default::default()
-    };
-    assert_eq!(task.wait(ctx(), &wait).await.expect("waited").exit_status, 4);
+    assert_eq!(wait(task, "cat", "e1").await, 4);
     delete(task, "cat", "e1").await;
     eprintln!("exec: {:?}", started.elapsed());
 
@@ -494,17 +464,7 @@ async fn stdin_and_exec(agent: &Agent, task: &TaskClient) {
     stdin.write_all(b"through").expect("it is read");
     stdin.shutdown(std::net::Shutdown::Write).expect("a socket");
     assert_eq!(read_all(out).await, "through");
-    let exit = task
-        .wait(
-            ctx(),
-            &api::WaitRequest {
-                id: "cat".into(),
-                ..Default::default()
-            },
-        )
-        .await
-        .expect("waited");
-    assert_eq!(exit.exit_status, 0);
+    assert_eq!(wait(task, "cat", "").await, 0);
     delete(task, "cat", "").await;
 }
 
@@ -514,27 +474,11 @@ async fn many_lines(agent: &Agent, task: &TaskClient) {
         .await
         .expect("created");
     let out = agent.attach("lines", "", StreamKind::Stdout);
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "lines".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
+    start(task, "lines").await;
     let text = read_all(out).await;
     assert_eq!(text.lines().count(), 200_000);
     assert!(text.ends_with("\n200000\n"));
-    task.wait(
-        ctx(),
-        &api::WaitRequest {
-            id: "lines".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("waited");
+    wait(task, "lines", "").await;
     delete(task, "lines", "").await;
 }
 
@@ -576,55 +520,21 @@ async fn terminal(agent: &Agent, task: &TaskClient) {
         agent.attach("tty", "", StreamKind::Stdin),
         agent.attach("tty", "", StreamKind::Stdout),
     );
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "tty".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
+    start(task, "tty").await;
     stdin.write_all(b"word\n").expect("it is read");
     let text = read_all(out).await;
     assert!(text.contains("43 132"), "{text:?}");
     assert!(text.contains("got word"), "{text:?}");
-    task.wait(
-        ctx(),
-        &api::WaitRequest {
-            id: "tty".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("waited");
+    wait(task, "tty", "").await;
     delete(task, "tty", "").await;
 }
 
-async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
-    let script = "i=0; while true; do i=$((i+1)); echo $i; sleep 0.01; done";
-    let bundle = agent.bundle("count", &["sh", "-c", script], false);
-    task.create(ctx(), &create_request("count", bundle, false))
-        .await
-        .expect("created");
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "count".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
-    let out = agent.attach("count", "", StreamKind::Stdout);
-    let mut lines = BufReader::new(out).lines();
-    assert_eq!(lines.next().expect("a line").expect("text"), "1");
-
+async fn pause_and_stats(task: &TaskClient, id: &str) {
     let stats = task
         .stats(
             ctx(),
             &api::StatsRequest {
-                id: "count".into(),
+                id: id.into(),
                 ..Default::default()
             },
         )
@@ -634,7 +544,7 @@ async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
     task.pause(
         ctx(),
         &api::PauseRequest {
-            id: "count".into(),
+            id: id.into(),
             ..Default::default()
         },
     )
@@ -643,13 +553,22 @@ async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
     task.resume(
         ctx(),
         &api::ResumeRequest {
-            id: "count".into(),
+            id: id.into(),
             ..Default::default()
         },
     )
     .await
     .expect("resumed");
+}
 
+async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
+    let script = "i=0; while true; do i=$((i+1)); echo $i; sleep 0.01; done";
+    run(agent, task, "count", &["sh", "-c", script]).await;
+    let out = agent.attach("count", "", StreamKind::Stdout);
+    let mut lines = BufReader::new(out).lines();
+    assert_eq!(lines.next().expect("a line").expect("text"), "1");
+
+    pause_and_stats(task, "count").await;
     let ours = GuestClient::new(client);
     let quiesced = ours
         .quiesce(ctx(), &guest::QuiesceRequest::new())
@@ -675,7 +594,14 @@ async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
         last = line;
     }
 
-    // Fresh: the old processes die without running on.
+    fresh(task, &ours).await;
+    run(agent, task, "sleep", &["sleep", "1000"]).await;
+    kill(task, "sleep").await;
+    delete(task, "sleep", "").await;
+}
+
+/// Kills the frozen container without letting it run on.
+async fn fresh(task: &TaskClient, ours: &GuestClient) {
     ours.quiesce(ctx(), &guest::QuiesceRequest::new())
         .await
         .expect("quiesced");
@@ -684,32 +610,6 @@ async fn quiesce_and_thaw(agent: &Agent, task: &TaskClient, client: Client) {
         ..Default::default()
     };
     ours.thaw(ctx(), &kill_all).await.expect("thawed");
-    let exit = task
-        .wait(
-            ctx(),
-            &api::WaitRequest {
-                id: "count".into(),
-                ..Default::default()
-            },
-        )
-        .await
-        .expect("waited");
-    assert_eq!(exit.exit_status, 137);
+    assert_eq!(wait(task, "count", "").await, 137);
     delete(task, "count", "").await;
-
-    let bundle = agent.bundle("sleep", &["sleep", "1000"], false);
-    task.create(ctx(), &create_request("sleep", bundle, false))
-        .await
-        .expect("created");
-    task.start(
-        ctx(),
-        &api::StartRequest {
-            id: "sleep".into(),
-            ..Default::default()
-        },
-    )
-    .await
-    .expect("started");
-    kill(task, "sleep").await;
-    delete(task, "sleep", "").await;
 }
