@@ -18,10 +18,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use checkpoint::memory::{Extent, MemoryIndex, PAGE_SIZE};
-use common::{BEEPER, Checkpoint, Vmm, more_lines};
+use common::{Checkpoint, Vmm, more_lines};
 use vmm::control::Request;
 
 const MEMORY: u64 = 1 << 30;
+
+/// Prints newlines for ever, with a pause between them.
+const BEEPER: [u8; 18] = [
+    0x66, 0xba, 0xf8, 0x03, // mov dx, 0x3f8
+    0xb0, 0x0a, // mov al, '\n'
+    0xee, // again: out dx, al
+    0xb9, 0xc8, 0x00, 0x00, 0x00, // mov ecx, 200
+    0xff, 0xc9, // wait: dec ecx
+    0x75, 0xfc, // jnz wait
+    0xeb, 0xf4, // jmp again
+];
 
 /// Time from the start to each step.
 #[derive(Clone, Copy, Debug, Default)]

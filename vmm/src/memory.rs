@@ -340,80 +340,20 @@ mod tests {
     fn extents_outside_of_file_or_memory_are_refused() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(2 * PAGE_SIZE).unwrap();
-        let attempt = |extent: Extent, pages: u64| {
-            GuestMemory::restore(&index(vec![extent], pages), &[file.try_clone().unwrap()])
+        let attempt = |start, pages, source, source_page, source_pages| {
+            let extent = Extent {
+                start,
+                pages,
+                source,
+                source_page,
+            };
+            GuestMemory::restore(&index(vec![extent], source_pages), &[file.try_clone().unwrap()])
         };
-        assert!(
-            attempt(
-                Extent {
-                    start: 0,
-                    pages: 3,
-                    source: 0,
-                    source_page: 0
-                },
-                2
-            )
-            .is_err()
-        );
-        assert!(
-            attempt(
-                Extent {
-                    start: 0,
-                    pages: 3,
-                    source: 0,
-                    source_page: 0
-                },
-                3
-            )
-            .is_err()
-        );
-        assert!(
-            attempt(
-                Extent {
-                    start: 0,
-                    pages: 1,
-                    source: 1,
-                    source_page: 0
-                },
-                2
-            )
-            .is_err()
-        );
-        assert!(
-            attempt(
-                Extent {
-                    start: (64 << 20) / PAGE_SIZE,
-                    pages: 1,
-                    source: 0,
-                    source_page: 0
-                },
-                2
-            )
-            .is_err()
-        );
-        assert!(
-            attempt(
-                Extent {
-                    start: 0,
-                    pages: u64::MAX,
-                    source: 0,
-                    source_page: 1
-                },
-                2
-            )
-            .is_err()
-        );
-        assert!(
-            attempt(
-                Extent {
-                    start: 0,
-                    pages: 1,
-                    source: 0,
-                    source_page: 1
-                },
-                2
-            )
-            .is_ok()
-        );
+        assert!(attempt(0, 3, 0, 0, 2).is_err());
+        assert!(attempt(0, 3, 0, 0, 3).is_err());
+        assert!(attempt(0, 1, 1, 0, 2).is_err());
+        assert!(attempt((64 << 20) / PAGE_SIZE, 1, 0, 0, 2).is_err());
+        assert!(attempt(0, u64::MAX, 0, 1, 2).is_err());
+        assert!(attempt(0, 1, 0, 1, 2).is_ok());
     }
 }

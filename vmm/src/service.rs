@@ -79,6 +79,7 @@ pub fn run() -> Result<(), ServiceError> {
     let channel = Channel::from(crate::sys::fd::own(CONTROL_FD));
     let mut host = Host::open().map_err(ServiceError::Host)?;
     host.vcpu_filter = Some(Arc::new(crate::jail::enter()?));
+    host.prepare().map_err(ServiceError::Host)?;
     Service::new(channel, host)?.serve()
 }
 

@@ -13,7 +13,9 @@ use checkpoint::memory::{MemoryIndex, PAGE_SIZE};
 use common::{Checkpoint, POWER_OFF, TICKER, TRIPLE_FAULT, Vmm, assert_consecutive, more_lines, text, ticks};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use sha2::{Digest, Sha256};
 use vmm::control::{ExitReason, Reply, Request, SaveRequest, VmStats};
+use vmm::state::MachineState;
 
 const MEMORY: u64 = 64 << 20;
 
@@ -224,6 +226,78 @@ fn damaged_checkpoints_are_refused_by_name() -> Result<()> {
         assert!(message.contains(reason) && fatal, "{message:?} for {reason:?}");
         std::fs::write(&path, original)?;
     }
+    Ok(())
+}
+
+/// Changes the contents of a state file and seals it again, as somebody forging a checkpoint would.
+fn forge(files: &Checkpoint, change: impl FnOnce(&mut serde_json::Value)) -> Result<()> {
+    let path = files.path("state");
+    let mut state: serde_json::Value = serde_json::to_value(MachineState::read_from(File::open(&path)?)?)?;
+    change(&mut state);
+    let json = serde_json::to_vec(&state)?;
+    let mut bytes = b"RAMETVMS".to_vec();
+    bytes.extend_from_slice(&vmm::state::VERSION.to_le_bytes());
+    bytes.extend_from_slice(&[0; 4]);
+    bytes.extend_from_slice(&(json.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(&json);
+    let sum = Sha256::digest(&bytes);
+    bytes.extend_from_slice(&sum);
+    Ok(std::fs::write(path, bytes)?)
+}
+
+#[test]
+fn forged_states_are_refused_and_kill_nothing() -> Result<()> {
+    type Change = fn(&mut serde_json::Value);
+    let cases: [(&str, Change); 7] = [
+        ("vCPU", |state| state["vcpus"] = serde_json::json!([])),
+        ("memory", |state| state["memory_bytes"] = (128_u64 << 20).into()),
+        ("9 vCPUs", |state| {
+            state["vcpus"] = vec![state["vcpus"][0].clone(); 9].into()
+        }),
+        ("extended state", |state| {
+            state["vcpus"][0]["xsave"] = serde_json::json!([1, 2, 3])
+        }),
+        ("interrupt controllers", |state| {
+            state["board"]["irqchips"] = serde_json::json!([])
+        }),
+        ("CPUID", |state| {
+            state["vcpus"][0]["cpuid"] = vec![state["vcpus"][0]["cpuid"][0].clone(); 300].into()
+        }),
+        ("this host lacks", |state| {
+            // Every feature bit there is, in leaf 7.
+            for entry in state["vcpus"][0]["cpuid"].as_array_mut().into_iter().flatten() {
+                if entry[0] == 7 && entry[4] == 0 {
+                    for byte in 16..20 {
+                        entry[byte] = 255.into();
+                    }
+                }
+            }
+        }),
+    ];
+    for (reason, change) in cases {
+        let (files, _) = saved_ticker(1)?;
+        forge(&files, change)?;
+        let vmm = spawn()?;
+        let (request, fds) = Vmm::restore_request(&files, &[], &tempfile::tempfile()?)?;
+        let (message, fatal) = vmm.refused(&request, &fds)?;
+        assert!(message.contains(reason) && fatal, "{message:?} for {reason:?}");
+        // It still answers.
+        assert!(vmm.refused(&Request::Resume, &[])?.1);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_machine_with_two_states_of_the_same_vcpu_does_not_take_the_vmm_down() -> Result<()> {
+    let (files, _) = saved_ticker(1)?;
+    forge(&files, |state| {
+        state["vcpus"] = vec![state["vcpus"][0].clone(); 2].into()
+    })?;
+    let vmm = spawn()?;
+    let (request, fds) = Vmm::restore_request(&files, &[], &tempfile::tempfile()?)?;
+    // KVM may or may not take it; either way there is an answer.
+    let _taken = vmm.request(&request, &fds)?;
+    vmm.request(&Request::Stats, &[])?;
     Ok(())
 }
 

@@ -22,23 +22,29 @@ pub(super) struct Bare {
     pub(super) memory: GuestMemory,
 }
 
+/// A VM with interrupt controllers, without memory and vCPUs.
+pub(super) fn new_vm(kvm: &kvm_ioctls::Kvm) -> Result<VmFd, VmError> {
+    use VmError::Kvm;
+    let vm = kvm.create_vm().map_err(|e| Kvm("create VM", e))?;
+    // 0 before Linux 5.17; with AMX hidden, nothing needs more than the fixed size.
+    let xsave_bytes = vm.check_extension_int(Cap::Xsave2);
+    if xsave_bytes > 4096 {
+        let message = format!("extended vCPU state of {xsave_bytes} bytes, this VMM saves 4096");
+        return Err(VmError::Config(message));
+    }
+    vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
+        .map_err(|e| Kvm("set identity map address", e))?;
+    vm.set_tss_address(layout::KVM_TSS)
+        .map_err(|e| Kvm("set TSS address", e))?;
+    vm.create_irq_chip()
+        .map_err(|e| Kvm("create interrupt controllers", e))?;
+    Ok(vm)
+}
+
 impl Bare {
     pub(super) fn new(host: &Host, vcpus: u8, memory: GuestMemory) -> Result<Self, VmError> {
         use VmError::Kvm;
-        let vm = host.kvm.create_vm().map_err(|e| Kvm("create VM", e))?;
-        // 0 before Linux 5.17; with AMX hidden, nothing needs more than the fixed size.
-        let xsave_bytes = vm.check_extension_int(Cap::Xsave2);
-        if xsave_bytes > 4096 {
-            return Err(VmError::Config(format!(
-                "extended vCPU state of {xsave_bytes} bytes, this VMM saves 4096"
-            )));
-        }
-        vm.set_identity_map_address(layout::KVM_IDENTITY_MAP)
-            .map_err(|e| Kvm("set identity map address", e))?;
-        vm.set_tss_address(layout::KVM_TSS)
-            .map_err(|e| Kvm("set TSS address", e))?;
-        vm.create_irq_chip()
-            .map_err(|e| Kvm("create interrupt controllers", e))?;
+        let vm = host.take_vm()?;
         let vcpus = (0..u64::from(vcpus))
             .map(|id| vm.create_vcpu(id).map_err(|e| Kvm("create vCPU", e)))
             .collect::<Result<_, _>>()?;
@@ -82,14 +88,10 @@ impl Bare {
             .map_err(|e| VmError::Io("restore serial port", e))?;
         let platform = Arc::new(platform);
         let counts = Arc::new(ExitCounts::default());
-        let registers = host
-            .kvm
-            .get_msr_index_list()
-            .map_err(|e| VmError::Kvm("list model-specific registers", e))?;
         let shared = Shared {
             platform: Arc::clone(&platform),
             counts: Arc::clone(&counts),
-            registers: Arc::new(registers.as_slice().to_vec()),
+            registers: Arc::clone(&host.registers),
             filter: host.vcpu_filter.clone(),
         };
         let mut vcpus = Vec::new();

@@ -25,32 +25,50 @@ impl Steps {
     }
 }
 
+fn check_limits(config: &BootConfig) -> Result<(), VmError> {
+    if !limits::VCPUS.contains(&config.vcpus) {
+        return Err(VmError::Config(format!(
+            "{} vCPUs, allowed are {:?}",
+            config.vcpus,
+            limits::VCPUS
+        )));
+    }
+    if config.disks.len() > limits::DISKS {
+        return Err(VmError::Config(format!(
+            "{} disks, allowed are {}",
+            config.disks.len(),
+            limits::DISKS
+        )));
+    }
+    Ok(())
+}
+
+/// The devices as ACPI describes them.
+fn acpi_devices(devices: Option<&DeviceSet>) -> Result<Vec<MmioDevice>, VmError> {
+    let small = |value: u64| u32::try_from(value).map_err(|_| VmError::Config("device registers above 4 GiB".into()));
+    let mut described = Vec::new();
+    for slot in devices.iter().flat_map(|devices| devices.slots()) {
+        described.push(MmioDevice {
+            base: small(slot.base)?,
+            size: small(slot.size)?,
+            irq: slot.irq,
+        });
+    }
+    Ok(described)
+}
+
 impl Machine {
     /// Makes a new machine; [`Self::resume`] starts it.
     ///
     /// # Errors
     /// When the configuration is out of bounds, or KVM or a file does not do its part.
     pub fn boot(host: &Host, config: BootConfig, wiring: Wiring) -> Result<Self, VmError> {
-        if !limits::VCPUS.contains(&config.vcpus) {
-            return Err(VmError::Config(format!(
-                "{} vCPUs, allowed are {:?}",
-                config.vcpus,
-                limits::VCPUS
-            )));
-        }
-        if config.disks.len() > limits::DISKS {
-            return Err(VmError::Config(format!(
-                "{} disks, allowed are {}",
-                config.disks.len(),
-                limits::DISKS
-            )));
-        }
+        check_limits(&config)?;
         let bare = Bare::new(host, config.vcpus, GuestMemory::new(config.memory_bytes)?)?;
-        let supported = host.supported_cpuid()?;
         let mut cpuids = Vec::new();
         for (id, vcpu) in (0_u8..).zip(&bare.vcpus) {
             let cpuid =
-                cpuid::for_vcpu(&supported, id, config.vcpus).map_err(|e| VmError::Config(format!("CPUID: {e:?}")))?;
+                cpuid::for_vcpu(&host.cpuid, id, config.vcpus).map_err(|e| VmError::Config(format!("CPUID: {e:?}")))?;
             vcpu.set_cpuid2(&cpuid).map_err(|e| VmError::Kvm("set CPUID", e))?;
             cpuids.push(cpuid);
             set_local_interrupts(vcpu)?;
@@ -67,16 +85,7 @@ impl Machine {
                 wiring.events.clone(),
             )?)
         };
-        let mut acpi_devices = Vec::new();
-        for slot in devices.iter().flat_map(DeviceSet::slots) {
-            let small =
-                |value: u64| u32::try_from(value).map_err(|_| VmError::Config("device registers above 4 GiB".into()));
-            acpi_devices.push(MmioDevice {
-                base: small(slot.base)?,
-                size: small(slot.size)?,
-                irq: slot.irq,
-            });
-        }
+        let acpi_devices = acpi_devices(devices.as_ref())?;
         let guest = boot::Guest {
             kernel: &config.kernel,
             initramfs: config.initramfs.as_ref(),
@@ -129,13 +138,12 @@ impl Machine {
 impl Bare {
     /// Sets the state of every vCPU; returns their CPUID.
     fn restore_vcpus(&self, host: &Host, saved: &[VcpuState]) -> Result<Vec<CpuId>, VmError> {
-        let supported = host.supported_cpuid()?;
         let tsc = saved.first().and_then(VcpuState::tsc);
         let mut cpuids = Vec::new();
         for (id, (vcpu, saved)) in self.vcpus.iter().zip(saved).enumerate() {
             let wrong = |source| VmError::RestoreVcpu { id, source };
             let cpuid = saved.cpuid().map_err(wrong)?;
-            if let Some(missing) = cpuid::missing_feature(&cpuid, &supported) {
+            if let Some(missing) = cpuid::missing_feature(&cpuid, &host.cpuid) {
                 return Err(VmError::Incompatible(missing));
             }
             saved.restore(vcpu, tsc).map_err(wrong)?;

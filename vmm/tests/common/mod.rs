@@ -73,17 +73,6 @@ pub(crate) const POWER_OFF: [u8; 18] = [
     0xf4, // hlt
 ];
 
-/// Prints newlines for ever, with a pause between them.
-pub(crate) const BEEPER: [u8; 18] = [
-    0x66, 0xba, 0xf8, 0x03, // mov dx, 0x3f8
-    0xb0, 0x0a, // mov al, '\n'
-    0xee, // again: out dx, al
-    0xb9, 0xc8, 0x00, 0x00, 0x00, // mov ecx, 200
-    0xff, 0xc9, // wait: dec ecx
-    0x75, 0xfc, // jnz wait
-    0xeb, 0xf4, // jmp again
-];
-
 /// An undefined instruction without an interrupt table.
 pub(crate) const TRIPLE_FAULT: [u8; 2] = [0x0f, 0x0b];
 
