@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use checkpoint::directory::Checkpoint;
 use checkpoint::layers::LayerImage;
@@ -70,6 +70,7 @@ pub struct Launched {
 /// # Errors
 /// The machine may be left running; the caller ends it.
 pub async fn launch(vm: &dyn Vm, around: &Surroundings, request: &CreateTaskRequest) -> Result<Launched> {
+    let begun = Instant::now();
     let bundle = PathBuf::from(&request.bundle);
     let host = read_spec(&bundle)?;
     let rootfs = rootfs::classify(&request.rootfs)?;
@@ -81,6 +82,7 @@ pub async fn launch(vm: &dyn Vm, around: &Surroundings, request: &CreateTaskRequ
         }
     })
     .await?;
+    info!(elapsed = ?begun.elapsed(), "host side prepared");
     let launch = Launch {
         vm,
         around,
@@ -233,6 +235,7 @@ impl Launch<'_> {
             .first()
             .ok_or_else(|| Error::Internal("a checkpoint without container".into()))?;
         let renewal = restore::renewal(&self.host, &self.request.id, &self.around.namespace, manifest, parent)?;
+        let begun = Instant::now();
         let (request, fds) = restore::request(&checkpoint, &images, disk.as_ref(), &self.around.console)?;
         self.vm
             .request(Request::Restore(request), fds.into_inner())
@@ -240,8 +243,9 @@ impl Launch<'_> {
             .map_err(explain)?;
         self.vm.request(Request::Resume, Vec::new()).await?;
         let guest = Guest::new(self.vm.connect(protocol::ports::RPC).await?);
+        let restored = begun.elapsed();
         while_alive(self.vm, guest.renew(&renewal)).await?;
-        info!(checkpoint = manifest.id.as_str(), ?mode, "fork renewed");
+        info!(checkpoint = manifest.id.as_str(), ?mode, ?restored, renewed = ?begun.elapsed(), "fork renewed");
         let exec_prefix = format!("{}-", manifest.id.as_str().get(..8).unwrap_or_default());
         let parent_init = guest_process(&parent.guest_id);
         let mut resume_after_thaw = false;

@@ -10,6 +10,8 @@ use oci_spec::runtime::{Linux, LinuxCpu, LinuxNamespace, LinuxNamespaceType, Lin
 
 /// Largest file that is sent into the guest, in bytes.
 pub const MAX_FILE: u64 = 1 << 20;
+/// Longest hostname, in bytes.
+const MAX_HOSTNAME: usize = 63;
 /// Kernel filesystems that the guest mounts by itself.
 const KERNEL_FILESYSTEMS: [&str; 9] = [
     "proc", "sysfs", "devpts", "tmpfs", "mqueue", "cgroup", "cgroup2", "devtmpfs", "ramfs",
@@ -114,6 +116,9 @@ pub fn for_guest(host: &Spec, guest_id: &str, look: &dyn Fn(&Path) -> HostPath) 
         }
     }
     spec.set_mounts(Some(mounts));
+    if host.hostname().is_none() {
+        spec.set_hostname(Some(guest_id.chars().take(MAX_HOSTNAME).collect()));
+    }
     let hooks_dropped = host.hooks().is_some();
     spec.set_hooks(None);
     let process = host.process().clone().ok_or(SpecError::NoProcess)?;

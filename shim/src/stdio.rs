@@ -191,7 +191,19 @@ fn open_hold(path: &Path) -> std::io::Result<pipe::Sender> {
 pub struct Copies {
     outputs: Mutex<Vec<JoinHandle<()>>>,
     input: Mutex<Option<JoinHandle<()>>>,
-    hold: Mutex<Option<pipe::Sender>>,
+    hold: Mutex<Hold>,
+}
+
+/// What keeps the input FIFO from ending.
+#[derive(Debug, Default)]
+enum Hold {
+    /// Nothing is open yet.
+    #[default]
+    Waiting,
+    /// Our own writing end.
+    Held { _end: pipe::Sender },
+    /// The client will send no more, maybe said before anything was open.
+    Released,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -207,13 +219,17 @@ impl Copies {
     /// Copies a source to the guest's stdin until the source ends.
     pub fn set_input(&self, source: Source, stream: UnixStream) {
         let Source { fifo, hold } = source;
-        *locked(&self.hold) = Some(hold);
+        let mut state = locked(&self.hold);
+        if matches!(*state, Hold::Waiting) {
+            *state = Hold::Held { _end: hold };
+        }
+        drop(state);
         *locked(&self.input) = Some(tokio::spawn(copy_input(fifo, stream)));
     }
 
     /// The client will send no more: what is in the FIFO still goes to the guest, then its stdin is closed.
     pub fn close_stdin(&self) {
-        locked(&self.hold).take();
+        *locked(&self.hold) = Hold::Released;
     }
 
     /// Waits until all output has been delivered, at most `limit`; then gives up.
@@ -231,7 +247,7 @@ impl Copies {
 
     /// Ends all copies now.
     pub fn abort(&self) {
-        locked(&self.hold).take();
+        *locked(&self.hold) = Hold::Released;
         if let Some(input) = locked(&self.input).take() {
             input.abort();
         }
@@ -350,6 +366,23 @@ mod tests {
         let mut rest = Vec::new();
         guest.read_to_end(&mut rest).await.unwrap();
         assert_eq!(rest, b"end");
+    }
+
+    #[tokio::test]
+    async fn a_close_that_comes_before_the_open_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir, "in");
+        let source = Source::open(path.to_str().unwrap()).unwrap().unwrap();
+        let mut client = pipe::OpenOptions::new().open_sender(&path).unwrap();
+        client.write_all(b"all").await.unwrap();
+        drop(client);
+        let (ours, mut guest) = UnixStream::pair().unwrap();
+        let copies = Copies::default();
+        copies.close_stdin();
+        copies.set_input(source, ours);
+        let mut got = Vec::new();
+        guest.read_to_end(&mut got).await.unwrap();
+        assert_eq!(got, b"all");
     }
 
     #[tokio::test]

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
-use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
@@ -93,7 +93,11 @@ impl VmmProcess {
                 // The zombie stays until `kill` reaps it, so its pid cannot become somebody else's.
                 let id = Id::Pid(Pid::from_raw(pid.cast_signed()));
                 let status = waitid(id, WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-                let _ = exit_tx.send(format!("{status:?}"));
+                let _ = exit_tx.send(match status {
+                    Ok(WaitStatus::Exited(_, code)) => format!("it exited with status {code}"),
+                    Ok(WaitStatus::Signaled(_, signal, _)) => format!("it was ended by {signal}"),
+                    _ => "it ended".to_owned(),
+                });
             })
             .map_err(|e| failed(format!("start thread: {e}")))?;
         let channel = Channel {
@@ -174,7 +178,7 @@ impl Channel {
     fn describe(&self, exit: Option<String>, log: &Path) -> String {
         let mut reason = match (&self.reason, exit) {
             (Some(reason), _) => reason.clone(),
-            (None, Some(status)) => format!("process ended ({status})"),
+            (None, Some(status)) => status,
             (None, None) => "control socket closed".to_owned(),
         };
         let tail = state_dir::tail(log, 600);
