@@ -205,24 +205,27 @@ fn compress(
             return;
         }
     };
+    // Both are reused: fresh memory for each chunk costs a page fault for each of its pages.
+    let mut content = vec![0; CHUNK_BYTES as usize];
+    let mut packed = vec![0; zstd::zstd_safe::compress_bound(content.len())];
     for number in chunks.numbers.iter().skip(first).step_by(count) {
         let mut one = || {
-            let mut bytes = vec![0; chunk_length(chunks.file_bytes, CHUNK_BYTES, *number)];
-            source.read_exact_at(&mut bytes, u64::from(*number) * u64::from(CHUNK_BYTES))?;
-            if is_zero(&bytes) {
+            let content = &mut content[..chunk_length(chunks.file_bytes, CHUNK_BYTES, *number)];
+            source.read_exact_at(content, u64::from(*number) * u64::from(CHUNK_BYTES))?;
+            if is_zero(content) {
                 return Ok(None);
             }
-            let packed = compressor.compress(&bytes)?;
-            let smaller = packed.len() < bytes.len();
+            let length = compressor.compress_to_buffer(content, &mut packed[..])?;
+            let smaller = length < content.len();
             let (kind, bytes) = if smaller {
-                (KIND_ZSTD, packed)
+                (KIND_ZSTD, &packed[..length])
             } else {
-                (KIND_RAW, bytes)
+                (KIND_RAW, &content[..])
             };
             Ok(Some(Chunk {
                 number: *number,
                 kind,
-                bytes,
+                bytes: bytes.to_vec(),
             }))
         };
         let result = one();
