@@ -76,10 +76,14 @@ impl RequestError {
 /// # Errors
 /// When there is no KVM or no control socket.
 pub fn run() -> Result<(), ServiceError> {
+    let start = Instant::now();
     let channel = Channel::from(crate::sys::fd::own(CONTROL_FD));
     let mut host = Host::open().map_err(ServiceError::Host)?;
+    tracing::debug!(elapsed = ?start.elapsed(), "KVM opened");
     host.vcpu_filter = Some(Arc::new(crate::jail::enter()?));
+    tracing::debug!(elapsed = ?start.elapsed(), "locked in");
     host.prepare().map_err(ServiceError::Host)?;
+    tracing::debug!(elapsed = ?start.elapsed(), "VM prepared");
     Service::new(channel, host)?.serve()
 }
 
