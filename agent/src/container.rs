@@ -1,6 +1,5 @@
 //! A container and what can be asked of it.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,9 +11,10 @@ use tokio::sync::watch;
 use crate::cgroup::Cgroup;
 use crate::error::{AgentError, Result};
 use crate::process::{Process, Wanted, pipes};
+use crate::processes::{Processes, refused};
 use crate::reaper::{Exit, Reaper};
 use crate::runtime::{self, Make};
-use crate::state::{Operation, Refusal, Status, next};
+use crate::state::{Operation, Status, next};
 use crate::stdio::Port;
 
 /// How long Delete waits for attached streams to be delivered.
@@ -36,14 +36,6 @@ pub struct Container {
     /// Held while a process is being made, started or removed.
     changing: tokio::sync::Mutex<()>,
     held: watch::Receiver<bool>,
-}
-
-#[derive(Debug)]
-struct Processes {
-    /// By exec id; init's is empty.
-    by_id: HashMap<String, Process>,
-    /// How init ended; reported when all execs have been.
-    init_exit: Option<Exit>,
 }
 
 /// What Task.State says of a process.
@@ -76,10 +68,7 @@ impl Container {
         let made = runtime::make(reaper, &id, Make::Init { bundle: &bundle }, child, wanted.terminal).await?;
         init.pid = u32::try_from(made.pid).unwrap_or(0);
         let connected = init.connect(ours, made.terminal);
-        let processes = Processes {
-            by_id: HashMap::from([(String::new(), init)]),
-            init_exit: None,
-        };
+        let processes = Processes::new(init);
         let container = Arc::new(Self {
             group: Cgroup::of_container(&id),
             id,
@@ -424,49 +413,6 @@ impl Container {
     }
 }
 
-impl Processes {
-    fn get(&mut self, exec_id: &str) -> Result<&mut Process> {
-        self.by_id.get_mut(exec_id).ok_or_else(|| match exec_id {
-            "" => AgentError::Precondition("container not created".into()),
-            exec_id => AgentError::not_found("exec", exec_id),
-        })
-    }
-
-    /// Init's exit is the last that is heard of a container.
-    fn report_init(&mut self) {
-        let Some(exit) = self.init_exit else { return };
-        let execs_run = self
-            .by_id
-            .iter()
-            .any(|(id, process)| !id.is_empty() && process.pid != 0 && process.status != Status::Stopped);
-        if !execs_run && let Some(init) = self.by_id.get_mut("") {
-            init.finish(exit);
-        }
-    }
-}
-
-impl Process {
-    fn finish(&mut self, exit: Exit) {
-        if let Ok(after) = next(self.status, Operation::Exit) {
-            self.status = after;
-        }
-        self.exit.send_if_modified(|was| was.replace(exit).is_none());
-    }
-}
-
-/// The state after the operation, or the refusal as an error.
-fn refused(status: Status, operation: Operation, id: &str) -> Result<Status> {
-    next(status, operation).map_err(|refusal| match refusal {
-        Refusal::Finished => AgentError::Finished,
-        Refusal::Precondition => {
-            AgentError::Precondition(format!("{operation:?} of {id:?}: the process is {status:?}").to_lowercase())
-        }
-        Refusal::Plain => {
-            AgentError::Runtime(format!("{operation:?} of {id:?}: the process is {status:?}").to_lowercase())
-        }
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::SystemTime;
@@ -478,10 +424,7 @@ mod tests {
         let mut init = Process::new(Wanted::default(), None, &held);
         init.status = Status::Running;
         init.pid = 10;
-        let processes = Processes {
-            by_id: HashMap::from([(String::new(), init)]),
-            init_exit: None,
-        };
+        let processes = Processes::new(init);
         let container = Container {
             id: "no-such-container".into(),
             bundle: "/b".into(),

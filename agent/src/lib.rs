@@ -17,6 +17,7 @@ pub mod init;
 pub mod netlink;
 pub mod network;
 pub mod process;
+pub mod processes;
 pub mod reaper;
 pub mod renew;
 pub mod rootfs;
