@@ -6,5 +6,8 @@ fn main() -> std::io::Result<()> {
         .btree_map(".")
         .emit_rerun_if_changed(false)
         .include_file("containerd.rs")
-        .compile_protos(&["proto/github.com/containerd/containerd/api/services/snapshots/v1/snapshots.proto"], &["proto"])
+        .compile_protos(
+            &["proto/github.com/containerd/containerd/api/services/snapshots/v1/snapshots.proto"],
+            &["proto"],
+        )
 }

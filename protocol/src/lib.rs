@@ -7,7 +7,11 @@
 pub use containerd_shim_protos as containerd;
 
 #[allow(warnings, clippy::all, clippy::pedantic)]
-#[allow(clippy::allow_attributes, clippy::allow_attributes_without_reason, reason = "generated code")]
+#[allow(
+    clippy::allow_attributes,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code"
+)]
 mod generated {
     /// Messages of the Guest service.
     pub mod guest {
