@@ -136,9 +136,9 @@ fn our_shim_runs_on_overlayfs_too() -> Result<()> {
 }
 
 #[test]
-fn eight_containers_run_at_once() -> Result<()> {
+fn four_containers_run_at_once() -> Result<()> {
     let node = Node::shared();
-    let runs: Vec<_> = (0..8)
+    let runs: Vec<_> = (0..4)
         .map(|number| {
             let run = node.sh(Runtime::Ramet, &format!("echo {number}"));
             std::thread::spawn(move || run.succeed().map(|done| done.out()))

@@ -38,13 +38,13 @@ impl Archive {
     }
 }
 
-/// Where the archive is: in `RAMET_LAB_IMAGES`, else in `target/images`.
+/// Where the archive is: in `RAMET_IMAGES_DIR`, else in `target/images`.
 pub fn find(archive: &Archive) -> Result<PathBuf> {
-    let directory = std::env::var_os("RAMET_LAB_IMAGES").map_or_else(|| PathBuf::from("target/images"), PathBuf::from);
+    let directory = std::env::var_os("RAMET_IMAGES_DIR").map_or_else(|| PathBuf::from("target/images"), PathBuf::from);
     let file = directory.join(archive.file_name());
     if !file.exists() {
         bail!(
-            "{} does not exist; `cargo xtask oci-images` makes it, RAMET_LAB_IMAGES says where it is",
+            "{} does not exist; `cargo xtask oci-images` makes it, RAMET_IMAGES_DIR says where it is",
             file.display()
         );
     }
