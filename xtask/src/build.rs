@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 
-use crate::workspace::{Workspace, list, say};
+use crate::workspace::{Workspace, list, read_text, say};
 
 /// The packages that build programs, and those programs.
 pub(crate) const PROGRAMS: &[(&str, &[&str])] = &[
@@ -60,21 +60,22 @@ pub(crate) fn tests(ws: &Workspace, package: &str, selection: &[&str]) -> Result
     Ok(test_executables(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// The test program of a target that was built last, without asking Cargo.
-pub(crate) fn newest_test(ws: &Workspace, target: &str) -> Result<PathBuf> {
+/// The test program that was built last from the crate root `source`, without asking Cargo.
+pub(crate) fn newest_test(ws: &Workspace, target: &str, source: &str) -> Result<PathBuf> {
     let mut newest = None;
-    for path in list(&ws.programs_dir().join("deps"))? {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let is_test = name
+    for dep_info in list(&ws.programs_dir().join("deps"))? {
+        let name = dep_info.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_dep_info = name
             .strip_prefix(target)
-            .is_some_and(|rest| rest.starts_with('-') && !rest.contains('.'));
-        if is_test {
-            let modified = path.metadata().and_then(|metadata| metadata.modified());
-            let modified = modified.with_context(|| format!("looking at {}", path.display()))?;
-            newest = newest.max(Some((modified, path)));
+            .is_some_and(|rest| rest.starts_with('-') && rest.ends_with(".d"));
+        let program = dep_info.with_extension("");
+        if is_dep_info && program.exists() && read_text(&dep_info)?.split_whitespace().any(|word| word == source) {
+            let modified = program.metadata().and_then(|metadata| metadata.modified());
+            let modified = modified.with_context(|| format!("looking at {}", program.display()))?;
+            newest = newest.max(Some((modified, program)));
         }
     }
-    let (_, path) = newest.with_context(|| format!("the tests of {target} were never built"))?;
+    let (_, path) = newest.with_context(|| format!("the tests in {source} were never built"))?;
     Ok(path)
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::lab::{self, Job};
+use crate::lab::{self, Job, Repeat};
 use crate::workspace::{Workspace, say};
 use crate::{guest, setup};
 
@@ -77,6 +77,7 @@ impl Program {
             words,
             timeout: self.timeout,
             programs: vec![],
+            repeat: Repeat::Always,
         };
         let outcome = lab::run(ws, &job)?;
         let result = outcome.logs.join(RESULT);

@@ -6,6 +6,7 @@ mod build;
 mod check;
 mod cpio;
 mod demo;
+mod e2e;
 mod guest;
 mod images;
 mod kernel;

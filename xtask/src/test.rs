@@ -1,15 +1,15 @@
 //! `cargo xtask test`: every tier, then one line with the sum.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use crate::build::{self, cargo};
 use crate::workspace::{Workspace, capture, say};
-use crate::{guest, images, lab, setup};
+use crate::{e2e, guest, images, setup};
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
@@ -24,9 +24,9 @@ const KVM_TIER: &str = "machine";
 
 /// Results of test programs, summed.
 #[derive(Default, Debug, PartialEq)]
-struct Summary {
-    passed: usize,
-    failed: usize,
+pub(crate) struct Summary {
+    passed: Vec<String>,
+    failed: Vec<String>,
     skipped: Vec<Skipped>,
 }
 
@@ -51,23 +51,69 @@ impl Summary {
         };
         let (word, reason) = result.split_once(", ").unwrap_or((result, "no reason given"));
         match word.trim() {
-            "ok" => self.passed += 1,
+            "ok" => self.passed.push(test.to_owned()),
             "ignored" => self.skip(test, reason),
-            word if word.starts_with("FAILED") => self.failed += 1,
+            word if word.starts_with("FAILED") => self.failed.push(test.to_owned()),
             _ => {}
         }
     }
 
-    fn print(&self) {
+    /// Takes the whole output of a test program.
+    pub(crate) fn take_all(&mut self, output: &str) {
+        output.lines().for_each(|line| self.take(line));
+    }
+
+    /// Counts as failed what should have run and has no result.
+    pub(crate) fn expect(&mut self, tests: &[String], reason: &str) {
+        for test in tests {
+            let is_skipped = self.skipped.iter().any(|skipped| skipped.test == *test);
+            if !is_skipped && !self.passed.contains(test) && !self.failed.contains(test) {
+                self.failed.push(format!("{test} (no result: {reason})"));
+            }
+        }
+    }
+
+    /// Takes a bad exit code for a failure if no test accounts for it.
+    pub(crate) fn expect_failure(&mut self, code: u8) {
+        if self.failed.is_empty() {
+            self.failed.push(format!("a test program, which ended with {code}"));
+        }
+    }
+
+    /// Adds the results of other programs.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.failed.extend(other.failed);
+        self.skipped.extend(other.skipped);
+        self.passed.extend(other.passed);
+    }
+
+    /// Adds results of the same program. A test that ran several times counts once, and as failed if it failed once.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.add(other);
+        self.passed.sort();
+        self.passed.dedup();
+        self.passed.retain(|test| !self.failed.contains(test));
+    }
+
+    /// Prints what was skipped and failed, and as the last line the sum; returns our exit code.
+    pub(crate) fn print(&self) -> ExitCode {
         for Skipped { test, reason } in &self.skipped {
             println!("skipped {test}: {reason}");
         }
+        for test in &self.failed {
+            println!("FAILED {test}");
+        }
         println!(
             "{} passed, {} failed, {} skipped",
-            self.passed,
-            self.failed,
+            self.passed.len(),
+            self.failed.len(),
             self.skipped.len()
         );
+        if self.failed.is_empty() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
+        }
     }
 }
 
@@ -88,16 +134,10 @@ pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
     if args.no_lab {
         summary.skip("end-to-end tests", "--no-lab was given");
     } else if let Err(error) = end_to_end_tests(ws, &mut summary) {
-        eprintln!("error: {error:#}");
-        summary.failed += 1;
+        summary.failed.push(format!("end-to-end tests: {error:#}"));
     }
     say(format!("all tiers took {} s", started.elapsed().as_secs()));
-    summary.print();
-    Ok(if summary.failed == 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(summary.print())
 }
 
 /// Runs unit and property tests of all packages, and the VMM's tests with tiny guests. Those of package e2e that need
@@ -111,17 +151,16 @@ fn native_tests(ws: &Workspace, left_out: &[String], summary: &mut Summary) -> R
     }
     let mut child = command.stdout(Stdio::piped()).spawn().context("running cargo test")?;
     let stdout = child.stdout.take().context("cargo test has no stdout")?;
-    let before = summary.failed;
+    let before = summary.failed.len();
     for line in BufReader::new(stdout).lines() {
         let line = line.context("reading the output of cargo test")?;
         println!("{line}");
         summary.take(&line);
     }
     let status = child.wait().context("waiting for cargo test")?;
-    if !status.success() && summary.failed == before {
+    if !status.success() && summary.failed.len() == before {
         // It did not build, or a test program crashed.
-        eprintln!("error: cargo test ended with {status}");
-        summary.failed += 1;
+        summary.failed.push(format!("cargo test, which ended with {status}"));
     }
     Ok(())
 }
@@ -151,27 +190,10 @@ fn kvm_problem() -> Option<String> {
 }
 
 fn end_to_end_tests(ws: &Workspace, summary: &mut Summary) -> Result<()> {
+    const TIME_LIMIT: Duration = Duration::from_secs(50 * 60);
     guest::build(ws, None)?;
     images::build(ws)?;
-    let mut job = lab::test_job(ws, &[], false)?;
-    job.timeout = Duration::from_secs(45 * 60);
-    let before = (summary.passed, summary.failed);
-    let outcome = lab::run(ws, &job)?;
-    for line in String::from_utf8_lossy(&outcome.stdout).lines() {
-        summary.take(line);
-    }
-    std::io::stdout().flush().context("writing to stdout")?;
-    if outcome.code != 0 && summary.failed == before.1 {
-        bail!(
-            "the end-to-end tests ended with {}; logs are in {}",
-            outcome.code,
-            outcome.logs.display()
-        );
-    }
-    if (summary.passed, summary.failed) == before {
-        bail!("the lab ran no test");
-    }
-    Ok(())
+    e2e::run(ws, e2e::program(ws, false)?, &[], TIME_LIMIT, summary)
 }
 
 #[cfg(test)]
@@ -193,7 +215,10 @@ mod tests {
         ] {
             summary.take(line);
         }
-        assert_eq!((summary.passed, summary.failed, summary.skipped.len()), (2, 1, 2));
+        assert_eq!(
+            (summary.passed.len(), summary.failed.len(), summary.skipped.len()),
+            (2, 1, 2)
+        );
         assert_eq!(
             summary.skipped[0],
             Skipped {
@@ -201,5 +226,27 @@ mod tests {
                 reason: "needs a GPU".into()
             }
         );
+    }
+
+    #[test]
+    fn a_test_without_a_result_has_failed() {
+        let mut summary = Summary::default();
+        summary.take_all("test a ... ok\ntest b ... ");
+        summary.expect(&["a".to_owned(), "b".to_owned()], "it ended with 101");
+        assert_eq!((summary.passed.len(), summary.failed.len()), (1, 1));
+        let mut summary = Summary::default();
+        summary.expect_failure(134);
+        assert_eq!(summary.failed.len(), 1);
+    }
+
+    #[test]
+    fn a_test_that_ran_twice_counts_once() {
+        let mut sum = Summary::default();
+        for output in ["test last ... ok\ntest a ... ok", "test last ... FAILED"] {
+            let mut summary = Summary::default();
+            summary.take_all(output);
+            sum.merge(summary);
+        }
+        assert_eq!((sum.passed.len(), sum.failed.len()), (1, 1));
     }
 }

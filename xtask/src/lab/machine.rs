@@ -15,7 +15,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::is_emulated;
+use super::{Repeat, is_emulated};
 use crate::workspace::{list, say};
 
 /// Guest memory in MiB.
@@ -151,16 +151,22 @@ fn machine_name(run_dir: &Path) -> String {
 }
 
 /// Runs the job on the payload disk. Under emulation a kernel's patching of its own code can, rarely, race with another
-/// processor that runs it; a machine that crashes before its job began is therefore started again.
-pub(crate) fn run_job(config: &Config, timeout: Duration) -> Result<End> {
+/// processor that runs it; a machine that crashed is started again if the job permits that.
+pub(crate) fn run_job(config: &Config, timeout: Duration, repeat: Repeat) -> Result<End> {
     const ATTEMPTS: u32 = 3;
     let mut attempts = 1;
     loop {
         let (end, stdout) = attempt(config, timeout)?;
-        if !(end.is_crash_before_job() && is_emulated()) || attempts == ATTEMPTS {
+        let may_repeat = is_emulated() && (repeat == Repeat::Always || !end.has_begun);
+        if !end.is_crash() || !may_repeat || attempts == ATTEMPTS {
             return end.result(&config.logs).map(|code| End { code, stdout });
         }
-        say("the emulated machine crashed while it started: starting it again");
+        let kept = config.logs.join(format!("console-crash{attempts}.log"));
+        say(format!(
+            "the emulated machine itself crashed, see {}: trying again",
+            kept.display()
+        ));
+        fs::rename(config.logs.join("console.log"), kept).context("keeping the crashed machine's console")?;
         attempts += 1;
     }
 }
@@ -239,8 +245,9 @@ impl Ending {
         false
     }
 
-    fn is_crash_before_job(&self) -> bool {
-        !self.has_begun && !self.is_timeout && self.failure.is_none() && self.code.is_none()
+    /// The machine ended without a word.
+    fn is_crash(&self) -> bool {
+        !self.is_timeout && self.failure.is_none() && self.code.is_none()
     }
 
     fn result(self, logs: &Path) -> Result<u8> {
@@ -370,12 +377,12 @@ mod tests {
     }
 
     #[test]
-    fn only_a_machine_without_a_job_is_started_again() {
+    fn a_machine_that_ends_without_a_word_has_crashed() {
         let mut end = Ending::default();
-        end.take("time init 1.0");
-        assert!(end.is_crash_before_job());
         end.take("begin");
-        assert!(!end.is_crash_before_job());
+        assert!(end.is_crash() && end.has_begun);
+        end.take("exit 0");
+        assert!(!end.is_crash());
     }
 
     #[test]

@@ -15,7 +15,9 @@ use clap::Subcommand;
 
 use self::payload::Contents;
 use crate::workspace::{Workspace, list, make_dir, say};
-use crate::{base, build, guest, images, setup};
+use crate::{base, build, e2e, guest, images, setup, test::Summary};
+
+pub(crate) use payload::quote;
 
 /// What to do with the lab.
 #[derive(Subcommand)]
@@ -46,8 +48,8 @@ pub(crate) enum Command {
         /// Seconds after which the tests are ended
         #[arg(long, default_value_t = 2400, value_name = "S")]
         timeout: u64,
-        /// Only tests whose name contains this; more words are options of the test program
-        #[arg(value_name = "FILTER", trailing_var_arg = true, allow_hyphen_values = true)]
+        /// Only tests whose name contains one of these
+        #[arg(value_name = "FILTER")]
         filter: Vec<String>,
     },
     /// End labs of this checkout that still run, and remove what they left
@@ -62,8 +64,19 @@ pub(crate) struct Job {
     pub(crate) words: Vec<String>,
     /// The job is ended after this time, counted from the start of the lab.
     pub(crate) timeout: Duration,
+    /// What to do when the lab itself crashes.
+    pub(crate) repeat: Repeat,
     /// Test programs that travel along: the name in /usr/local/bin, and the file.
     pub(crate) programs: Vec<(String, PathBuf)>,
+}
+
+/// Under emulation the lab's own kernel can, rarely, crash. A fresh lab may then be tried.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Repeat {
+    /// Only if the job had not begun.
+    BeforeJob,
+    /// The job, too, may be begun anew.
+    Always,
 }
 
 /// How a job ended.
@@ -104,6 +117,7 @@ pub(crate) fn command(ws: &Workspace, command: Command) -> Result<ExitCode> {
                     words,
                     timeout,
                     programs: vec![],
+                    repeat: Repeat::BeforeJob,
                 },
             )?;
             Ok(ExitCode::from(outcome.code))
@@ -118,10 +132,10 @@ pub(crate) fn command(ws: &Workspace, command: Command) -> Result<ExitCode> {
             filter,
         } => {
             prepare(ws, no_build)?;
-            let mut job = test_job(ws, &filter, no_build)?;
-            job.timeout = Duration::from_secs(timeout);
-            let outcome = run(ws, &job)?;
-            Ok(ExitCode::from(outcome.code))
+            let program = e2e::program(ws, no_build)?;
+            let mut summary = Summary::default();
+            e2e::run(ws, program, &filter, Duration::from_secs(timeout), &mut summary)?;
+            Ok(summary.print())
         }
         Command::Down => down(ws),
     }
@@ -143,31 +157,6 @@ pub(crate) fn prepare(ws: &Workspace, no_build: bool) -> Result<()> {
     Ok(())
 }
 
-/// The job that runs the end-to-end tests.
-pub(crate) fn test_job(ws: &Workspace, filter: &[String], no_build: bool) -> Result<Job> {
-    let programs = if no_build {
-        vec![("e2e".to_owned(), build::newest_test(ws, "e2e")?)]
-    } else {
-        build::tests(ws, "e2e", &["--test", "e2e"])?
-    };
-    let mut script = String::from("code=0\n");
-    for (name, _) in &programs {
-        let arguments: String = filter.iter().map(|word| format!(" {}", payload::quote(word))).collect();
-        script += &format!("echo 'Running {name}'; e2e-{name} --test-threads=1{arguments} || code=$?\n");
-    }
-    script += "exit $code";
-    let programs = programs
-        .into_iter()
-        .map(|(name, path)| (format!("e2e-{name}"), path))
-        .collect();
-    Ok(Job {
-        name: "test".into(),
-        words: vec![script],
-        timeout: Duration::from_secs(2400),
-        programs,
-    })
-}
-
 /// Runs a job in a fresh lab. Output is passed on as it comes.
 pub(crate) fn run(ws: &Workspace, job: &Job) -> Result<Outcome> {
     let contents = Contents {
@@ -177,7 +166,7 @@ pub(crate) fn run(ws: &Workspace, job: &Job) -> Result<Outcome> {
     };
     let lab = Lab::new(ws, &job.name, &contents)?;
     let logs = lab.config.logs.clone();
-    let end = machine::run_job(&lab.config, job.timeout)
+    let end = machine::run_job(&lab.config, job.timeout, job.repeat)
         .with_context(|| format!("the lab did not finish its job; see {}", logs.display()))?;
     if end.code != 0 {
         say(format!(
