@@ -19,6 +19,7 @@ const PACKAGES: &[(&str, &str)] = &[
     ("erofs-utils", "makes layer images and the lab's payload disk"),
     ("xz-utils", "decompresses kernel modules"),
     ("util-linux", "ties QEMU's life to ours"),
+    ("busybox-static", "what the test images are made of"),
 ];
 
 /// Packages for running containers on this machine itself, and why each is needed.
