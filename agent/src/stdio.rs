@@ -162,7 +162,14 @@ impl Pump {
             }
             Command::Flush(reply) => self.flush = Some(reply),
             Command::CloseInput => self.close = true,
-            Command::DropBefore(epoch) if self.epoch < epoch => self.connection = None,
+            Command::DropBefore(epoch) if self.epoch < epoch => {
+                self.connection = None;
+                if direction != Direction::Output {
+                    // Input of the parent that its process had no room for yet.
+                    self.pending.clear();
+                    self.close = false;
+                }
+            }
             Command::DropBefore(_) => {}
         }
         self.report(false);
@@ -486,6 +493,45 @@ mod tests {
         })
         .await;
         assert_eq!(text, "all of it");
+    }
+
+    #[tokio::test]
+    async fn input_that_waits_for_room_does_not_reach_a_fork() {
+        let (mut reader, writer) = pipe();
+        let (hold, held) = watch::channel(false);
+        let (port, end) = Port::new(Direction::Input { terminal: false }, held);
+        end.send(Fd::new(writer.into()).expect("a pipe"))
+            .expect("the pump waits");
+        let (mut host, guest) = connection();
+        port.attach(guest, Vec::new(), 0);
+        // More than the pipe takes: what is left was read by the pump, or waits in the socket.
+        host.set_nonblocking(true).expect("a socket");
+        let mut sent = 0;
+        while sent < 2 * CHUNK {
+            match host.write(&[b'p'; 4096]) {
+                Ok(count) => sent += count,
+                Err(_) => tokio::task::yield_now().await,
+            }
+        }
+        for _ in 0..500 {
+            tokio::task::yield_now().await;
+        }
+        hold.send(true).expect("the pump listens");
+        port.drop_before(1);
+        let (mut fork, guest) = connection();
+        port.attach(guest, Vec::new(), 1);
+        fork.write_all(b"fork").expect("room in the socket");
+        fork.shutdown(Shutdown::Write).expect("a socket");
+        hold.send(false).expect("the pump listens");
+        let bytes = blocking(move || {
+            let mut bytes = Vec::new();
+            reader.read_to_end(&mut bytes).expect("bytes");
+            bytes
+        })
+        .await;
+        // A pipe holds as much as the pump moves at once.
+        assert_eq!(bytes.len(), CHUNK + 4, "what was in the pipe, and the fork's own");
+        assert!(bytes.ends_with(b"pfork"));
     }
 
     #[tokio::test]
