@@ -13,7 +13,7 @@ pub const MOUNT: &str = "/sys/fs/cgroup";
 /// Parent of every container's group, under [`MOUNT`].
 pub const PARENT: &str = "ramet";
 
-/// Deepest nesting of groups below a container's that is looked at; the container makes them itself.
+/// Deepest nesting of groups: a container's own and those that it makes itself. The kernel refuses more.
 const MAX_DEPTH: usize = 16;
 
 /// One control group.
@@ -34,6 +34,25 @@ impl Cgroup {
     /// What goes into a spec's `cgroupsPath`.
     pub fn spec_path(id: &str) -> String {
         format!("/{PARENT}/{id}")
+    }
+
+    /// Bounds what containers make below this group, so that it can be removed.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn limit_depth(&self) -> io::Result<()> {
+        fs::write(self.0.join("cgroup.max.depth"), MAX_DEPTH.to_string())
+    }
+
+    /// Leaves the agent room to make processes, whatever the containers do. `threads` and `pids` are what the kernel takes.
+    ///
+    /// # Errors
+    /// When the kernel refuses. A kernel that cannot count processes is no error.
+    pub fn limit_pids(&self, threads: u64, pids: u64) -> io::Result<()> {
+        match fs::write(self.0.join("pids.max"), most_pids(threads, pids).to_string()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            result => result,
+        }
     }
 
     /// Its directory.
@@ -159,18 +178,29 @@ pub fn value(text: &str, key: &str) -> Option<u64> {
         .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
+/// A quarter is kept for the kernel's threads and the agent, within reason.
+fn most_pids(threads: u64, pids: u64) -> u64 {
+    let all = threads.min(pids);
+    all.saturating_sub((all / 4).clamp(128, 1024)).max(1)
+}
+
 fn collect_pids(directory: &Path, depth: usize, pids: &mut Vec<u32>) -> io::Result<()> {
     let procs = fs::read_to_string(directory.join("cgroup.procs"))?;
     pids.extend(procs.lines().filter_map(|line| line.trim().parse::<u32>().ok()));
     if depth < MAX_DEPTH {
         for child in child_groups(directory)? {
             match collect_pids(&child, depth + 1, pids) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                Err(error) if !is_passed_over(&error) => return Err(error),
                 _ => {}
             }
         }
     }
     Ok(())
+}
+
+/// A group that is gone; or a threaded one, whose processes its parent lists.
+fn is_passed_over(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENODEV))
 }
 
 fn remove(directory: &Path, depth: usize) -> io::Result<()> {
@@ -204,6 +234,27 @@ mod tests {
         assert_eq!(value(text, "oom_kill"), Some(7));
         assert_eq!(value(text, "kill"), None);
         assert_eq!(value("oom x\n", "oom"), None);
+    }
+
+    #[test]
+    fn the_agent_keeps_room_for_processes() {
+        assert_eq!(most_pids(512, 32768), 384);
+        assert_eq!(most_pids(1_000_000, 32768), 31744);
+        assert_eq!(most_pids(100, 32768), 1);
+        let root = tempfile::tempdir().expect("a directory");
+        let group = Cgroup(root.path().into());
+        group.limit_pids(4096, 32768).expect("a file");
+        assert_eq!(group.read("pids.max"), "3072");
+        group.limit_depth().expect("a file");
+        assert_eq!(group.read("cgroup.max.depth"), "16");
+        assert!(Cgroup(root.path().join("gone")).limit_pids(4096, 4096).is_ok());
+    }
+
+    #[test]
+    fn threaded_groups_of_a_container_hide_nothing() {
+        assert!(is_passed_over(&io::Error::from_raw_os_error(libc::EOPNOTSUPP)));
+        assert!(is_passed_over(&io::Error::from_raw_os_error(libc::ENOENT)));
+        assert!(!is_passed_over(&io::Error::from_raw_os_error(libc::EACCES)));
     }
 
     #[test]

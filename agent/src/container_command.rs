@@ -12,12 +12,16 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, bail};
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use oci_spec::runtime::{Process, Spec};
 
 use crate::executor::Program;
 
 /// Where libcontainer keeps its state.
 pub const STATE: &str = "/run/ramet/libcontainer";
+
+/// Limits of open descriptors, soft and hard, for a process whose spec has none: those of a service of systemd.
+const DESCRIPTORS: (u64, u64) = (1024, 524_288);
 
 /// One line of a report.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,6 +74,14 @@ pub fn main(args: &[String]) -> Result<()> {
         .with_ansi(false)
         .with_writer(Mutex::new(open().context("open the report")?))
         .init();
+    // The agent's own limit is not for containers; what their spec says comes later.
+    let _ = setrlimit(Resource::RLIMIT_NOFILE, DESCRIPTORS.0, DESCRIPTORS.1).or_else(|_| {
+        setrlimit(
+            Resource::RLIMIT_NOFILE,
+            DESCRIPTORS.0,
+            getrlimit(Resource::RLIMIT_NOFILE)?.1,
+        )
+    });
     let console = Some(console.as_str()).filter(|&path| path != "-");
     let made = match command.as_str() {
         "create" => create(id, Path::new(path), console),

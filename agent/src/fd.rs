@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::socket::{
@@ -13,6 +14,9 @@ use nix::sys::socket::{
 };
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// Between two attempts to accept when descriptors or memory are short.
+const ROOM_POLL: Duration = Duration::from_millis(100);
 
 /// A non-blocking descriptor.
 #[derive(Debug)]
@@ -157,19 +161,36 @@ impl Listener {
     /// Waits for the next connection.
     ///
     /// # Errors
-    /// As accept(2); a connection that ended before it was accepted is no error.
+    /// As accept(2); a connection that ended before it was accepted is no error, and one for which there is no room is waited for.
     pub async fn accept(&self) -> io::Result<Fd> {
         loop {
             let mut guard = self.0.readable().await?;
             let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-            match guard.try_io(|fd| Ok(accept4(fd.get_ref().as_raw_fd(), flags)?)) {
-                Ok(Ok(raw)) => return Ok(Fd(crate::sys::register(crate::sys::own(raw))?)),
-                Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Ok(Err(error)) => return Err(error),
-                Err(_would_block) => {}
+            let accepted = guard.try_io(|fd| Ok(accept4(fd.get_ref().as_raw_fd(), flags)?));
+            let registered = match accepted {
+                Ok(accepted) => accepted.and_then(|raw| crate::sys::register(crate::sys::own(raw))),
+                Err(_would_block) => continue,
+            };
+            match registered {
+                Ok(connection) => return Ok(Fd(connection)),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) if passes(&error) => {
+                    tracing::warn!("accept a connection: {error}");
+                    tokio::time::sleep(ROOM_POLL).await;
+                }
+                Err(error) => return Err(error),
             }
         }
     }
+}
+
+/// Whether others may give back what is missing.
+fn passes(error: &io::Error) -> bool {
+    let missing = error.raw_os_error();
+    matches!(
+        missing,
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS | libc::ENOSPC)
+    )
 }
 
 /// Opens and closes a connection to a port of the host: that it arrives is the message.
@@ -180,4 +201,18 @@ pub fn knock(port: u32) -> io::Result<OwnedFd> {
     let fd = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
     connect(fd.as_raw_fd(), &VsockAddr::new(libc::VMADDR_CID_HOST, port))?;
     Ok(fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lack_of_descriptors_does_not_end_the_agent() {
+        for number in [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ENOBUFS, libc::ENOSPC] {
+            assert!(passes(&io::Error::from_raw_os_error(number)));
+        }
+        assert!(!passes(&io::Error::from_raw_os_error(libc::EBADF)));
+        assert!(!passes(&io::Error::other("x")));
+    }
 }

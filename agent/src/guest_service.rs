@@ -66,7 +66,13 @@ impl Guest for GuestService {
         for container in self.agent.containers() {
             response.containers.push(guest::QuiescedContainer {
                 id: container.id().to_owned(),
-                pids: container.pids()?.into_iter().map(|(pid, _)| pid).collect(),
+                // The guest is held now: nothing that is only told may make it an error.
+                pids: container
+                    .pids()
+                    .unwrap_or_default()
+                    .into_iter()
+                    .map(|(pid, _)| pid)
+                    .collect(),
                 ..Default::default()
             });
         }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::mount::{MsFlags, mount};
 use nix::sys::reboot::{RebootMode, reboot};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use protocol::ports;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -27,6 +28,9 @@ const KNOCK_DEADLINE: Duration = Duration::from_secs(10);
 
 /// How long containers may take to die when the machine ends.
 const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Descriptors that the agent may have: each process takes six.
+const DESCRIPTORS: u64 = 65536;
 
 /// How long the answer to Shutdown may take to leave the machine.
 const LAST_WORDS: Duration = Duration::from_millis(100);
@@ -65,6 +69,7 @@ pub fn serve(doors: Doors) -> Result<()> {
         .enable_all()
         .build()
         .context("start the runtime")?;
+    raise_descriptors();
     // PID 1 inherits orphans anyway; a container's init is one.
     nix::sys::prctl::set_child_subreaper(true).context("become the parent of orphans")?;
     runtime.block_on(async {
@@ -111,6 +116,16 @@ fn power_off() {
         eprintln!("ramet-agent: power off: {error}");
     }
     std::process::exit(1);
+}
+
+/// As far as it may. The processes of containers get their own limit: see `container_command`.
+fn raise_descriptors() {
+    let hard = getrlimit(Resource::RLIMIT_NOFILE).map_or(DESCRIPTORS, |(_, hard)| hard);
+    let raised = setrlimit(Resource::RLIMIT_NOFILE, DESCRIPTORS, hard.max(DESCRIPTORS))
+        .or_else(|_| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!("raise the limit of descriptors: {error}");
+    }
 }
 
 fn open(doors: &Doors) -> io::Result<(Listener, Listener)> {
@@ -198,7 +213,16 @@ fn new_root() -> Result<()> {
     nix::unistd::chroot(".")?;
     nix::unistd::chdir("/")?;
     fs::create_dir_all(crate::container_command::STATE)?;
-    enable_controllers().context("enable the controllers of control groups")
+    enable_controllers().context("enable the controllers of control groups")?;
+    reserve_pids().context("limit the processes of containers")
+}
+
+fn reserve_pids() -> Result<()> {
+    let number = |name: &str| -> Result<u64> {
+        let text = fs::read_to_string(Path::new("/proc/sys/kernel").join(name)).with_context(|| name.to_owned())?;
+        text.trim().parse().with_context(|| name.to_owned())
+    };
+    Ok(Cgroup::all().limit_pids(number("threads-max")?, number("pid_max")?)?)
 }
 
 /// Makes the group above all containers and lets those below it have every controller.
@@ -208,6 +232,7 @@ fn new_root() -> Result<()> {
 pub fn enable_controllers() -> io::Result<()> {
     let parent = Cgroup::all();
     fs::create_dir_all(parent.path())?;
+    parent.limit_depth()?;
     for group in [Path::new(cgroup::MOUNT), parent.path()] {
         let controllers = fs::read_to_string(group.join("cgroup.controllers"))?;
         for controller in controllers.split_whitespace() {
