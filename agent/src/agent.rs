@@ -1,8 +1,8 @@
 //! The agent's state: containers, their root filesystems, and whether the guest is held still for a checkpoint.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -42,6 +42,8 @@ pub struct Agent {
     /// Grows with each Quiesce: tells connections of before a checkpoint from those after.
     epoch: AtomicU64,
     resolv_conf: Mutex<Vec<u8>>,
+    /// The guest is a fork: the kernel's boot id is that of its parent.
+    renewed: AtomicBool,
 }
 
 /// An id in use.
@@ -64,6 +66,7 @@ impl Default for Agent {
             held: watch::Sender::new(false),
             epoch: AtomicU64::new(0),
             resolv_conf: Mutex::default(),
+            renewed: AtomicBool::new(false),
         }
     }
 }
@@ -106,7 +109,7 @@ impl Agent {
             }
             containers.insert(id.to_owned(), Slot::Reserved);
         }
-        let made = Container::create(id.to_owned(), bundle, wanted, &self.reaper, self.held.subscribe()).await;
+        let made = self.make(id, bundle, wanted).await;
         let mut containers = lock(&self.containers);
         match made {
             Ok(container) => {
@@ -118,6 +121,17 @@ impl Agent {
                 Err(error)
             }
         }
+    }
+
+    async fn make(&self, id: &str, bundle: PathBuf, wanted: Wanted) -> Result<Arc<Container>> {
+        let container = Container::create(id.to_owned(), bundle, wanted, &self.reaper, self.held.subscribe()).await?;
+        if self.renewed.load(Ordering::Relaxed)
+            && let Err(error) = crate::renew::show_boot_id(container.init_pid()).await
+        {
+            container.delete("").await?;
+            return Err(error);
+        }
+        Ok(container)
     }
 
     /// Starts a process of a container.
@@ -221,7 +235,7 @@ impl Agent {
         if self.hold().is_held() {
             return Err(AgentError::Precondition("the guest is quiesced already".into()));
         }
-        if let Err(error) = Cgroup::all().set_frozen(true, FREEZE_DEADLINE).await {
+        if let Err(error) = freeze_all().await {
             // The error that is reported is the first.
             let _ = Cgroup::all().set_frozen(false, FREEZE_DEADLINE).await;
             return Err(error);
@@ -284,9 +298,13 @@ impl Agent {
             return Err(AgentError::Precondition("the guest is not quiesced".into()));
         }
         let container = self.container(&request.container_id)?;
+        let init_pid = container
+            .live_pid()
+            .ok_or_else(|| AgentError::Precondition(format!("container {:?} has ended", container.id())))?;
         let root = self.root_path(container.id());
-        let pids = self.containers().iter().map(|c| c.init_pid()).collect();
-        let closed = crate::renew::renew(request, container.init_pid(), root.as_deref(), pids).await?;
+        let pids = self.containers().iter().filter_map(|c| c.live_pid()).collect();
+        self.renewed.store(true, Ordering::Relaxed);
+        let closed = crate::renew::renew(request, init_pid, root.as_deref(), pids).await?;
         if let Some(network) = request.network.as_ref() {
             self.configure_network(network)?;
         }
@@ -310,9 +328,26 @@ impl Agent {
         lock(&self.resolv_conf).clone_from(&config.resolv_conf);
         for root in lock(&self.roots).values() {
             let root = crate::in_root::InRoot::open(&root.path)?;
-            root.write(std::path::Path::new("/etc/resolv.conf"), &config.resolv_conf, 0o644)?;
+            root.write(Path::new("/etc/resolv.conf"), &config.resolv_conf, 0o644)?;
         }
         Ok(())
+    }
+}
+
+/// Freezes every container, and makes sure that none has a process elsewhere.
+async fn freeze_all() -> Result<()> {
+    Cgroup::all().set_frozen(true, FREEZE_DEADLINE).await?;
+    if std::process::id() != 1 {
+        // Not in a guest: there are others than containers.
+        return Ok(());
+    }
+    let stray = crate::strays::find(Path::new("/proc"), &format!("/{}", crate::cgroup::PARENT))
+        .map_err(|error| AgentError::io("look for processes outside the containers' control group", error))?;
+    match stray {
+        None => Ok(()),
+        Some((pid, name)) => Err(AgentError::Precondition(format!(
+            "process {pid} ({name:?}) has left the containers' control group and cannot be held still"
+        ))),
     }
 }
 

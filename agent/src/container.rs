@@ -65,12 +65,20 @@ impl Container {
     ) -> Result<Arc<Self>> {
         let mut init = Process::new(wanted, None, &held);
         let (child, ours) = pipes(wanted)?;
-        let made = runtime::make(reaper, &id, Make::Init { bundle: &bundle }, child, wanted.terminal).await?;
+        let group = Cgroup::of_container(&id);
+        let made = runtime::make(reaper, &id, Make::Init { bundle: &bundle }, child, wanted.terminal).await;
+        let made = match made {
+            Ok(made) => made,
+            Err(error) => {
+                clean_up(&id, &group).await;
+                return Err(error);
+            }
+        };
         init.pid = u32::try_from(made.pid).unwrap_or(0);
         let connected = init.connect(ours, made.terminal);
         let processes = Processes::new(init);
         let container = Arc::new(Self {
-            group: Cgroup::of_container(&id),
+            group,
             id,
             bundle,
             processes: Mutex::new(processes),
@@ -103,6 +111,13 @@ impl Container {
     /// Pid of init in the guest.
     pub fn init_pid(&self) -> u32 {
         self.processes().by_id.get("").map_or(0, |init| init.pid)
+    }
+
+    /// Pid of init, unless it has ended: then the number may be another process's.
+    pub fn live_pid(&self) -> Option<u32> {
+        let processes = self.processes();
+        let init = processes.by_id.get("")?;
+        (init.status != Status::Stopped && processes.init_exit.is_none()).then_some(init.pid)
     }
 
     /// Registers an exec; it is made by [`Self::start`].
@@ -153,9 +168,14 @@ impl Container {
         let made = made.inspect_err(|_| process.disconnect())?;
         process.status = after;
         process.pid = u32::try_from(made.pid).unwrap_or(0);
-        process.connect(ours, made.terminal)?;
+        let pid = process.pid;
         self.watch(exec_id.to_owned(), made.exit);
-        Ok(process.pid)
+        if let Err(error) = process.connect(ours, made.terminal) {
+            // Nobody could talk to it. Its exit is watched.
+            let _ = crate::sys::kill(pid, libc::SIGKILL);
+            return Err(error);
+        }
+        Ok(pid)
     }
 
     /// What there is to say of a process.
@@ -197,10 +217,15 @@ impl Container {
         let pid = {
             let mut processes = self.processes();
             let process = processes.get(exec_id)?;
+            let pid = process.pid;
             if !(all && exec_id.is_empty()) {
                 refused(process.status, Operation::Kill, exec_id)?;
+                // It was collected already and only waits for its execs to be told: the pid may be another process's.
+                if exec_id.is_empty() && processes.init_exit.is_some() {
+                    return Err(AgentError::Finished);
+                }
             }
-            process.pid
+            pid
         };
         if pid == 0 {
             return Err(AgentError::Precondition("process not created".into()));
@@ -413,6 +438,19 @@ impl Container {
     }
 }
 
+/// Takes away what a container command left that was killed half-way; one that fails does so itself.
+async fn clean_up(id: &str, group: &Cgroup) {
+    let emptied = async {
+        group.kill()?;
+        group.wait_empty(KILL_DEADLINE).await?;
+        group.remove()
+    };
+    if let Err(error) = emptied.await {
+        tracing::warn!("container {id}: {}", error.text());
+    }
+    runtime::forget(id);
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::SystemTime;
@@ -452,8 +490,12 @@ mod tests {
             let exec = processes.get("e").expect("registered");
             (exec.status, exec.pid) = (Status::Running, 11);
         }
+        assert_eq!(container.live_pid(), Some(10));
         container.ended("", exit(1));
         assert_eq!(container.state("").expect("known").status, Status::Running);
+        // Pid 10 was collected and may be another process by now.
+        assert_eq!(container.live_pid(), None);
+        assert!(matches!(container.kill("", 15, false), Err(AgentError::Finished)));
         container.ended("e", exit(137));
         assert_eq!(container.wait("e").await.expect("known").status, 137);
         assert_eq!(container.wait("").await.expect("known").status, 1);

@@ -26,6 +26,7 @@ pub mod server;
 pub mod state;
 pub mod stats;
 pub mod stdio;
+pub mod strays;
 pub mod streams;
 #[expect(unsafe_code, reason = "system calls without a safe wrapper")]
 pub mod sys;

@@ -52,7 +52,7 @@ pub async fn renew(request: &RenewRequest, init_pid: u32, root: Option<&Path>, p
         pids,
         hostname: request.hostname.clone(),
     };
-    let closed = in_namespaces(inside).await?;
+    let closed = on_a_thread(move || inside.run()).await?;
     write_files(request, init_pid, root)?;
     Ok(closed)
 }
@@ -100,14 +100,14 @@ struct Inside {
     hostname: String,
 }
 
-/// Does it on a thread of its own, which ends with its namespaces.
-async fn in_namespaces(inside: Inside) -> Result<u32> {
+/// Does work on a thread of its own, which ends with its namespaces.
+async fn on_a_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (done, result) = oneshot::channel();
     std::thread::Builder::new()
         .name("renew".into())
         .spawn(move || {
             // Whoever waits may be gone; then the guest is being killed.
-            let _ = done.send(inside.run());
+            let _ = done.send(work());
         })
         .map_err(|error| AgentError::io("start a thread", error))?;
     result
@@ -131,12 +131,40 @@ impl Inside {
             enter(self.init_pid, "uts", CloneFlags::CLONE_NEWUTS)?;
             nix::unistd::sethostname(&self.hostname).map_err(|error| AgentError::io("set the hostname", error))?;
         }
-        let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
-            .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
-        enter(self.init_pid, "mnt", CloneFlags::CLONE_NEWNS)?;
-        cover_boot_id(&tree).map_err(|error| AgentError::io(format!("mount over {BOOT_ID}"), error))?;
+        show_boot_id_in(&self.pids)?;
         Ok(closed)
     }
+}
+
+/// Shows a container that is made after a renewal the new boot id, not the kernel's, which is the parent's.
+///
+/// # Errors
+/// When its mounts cannot be changed.
+pub async fn show_boot_id(pid: u32) -> Result<()> {
+    on_a_thread(move || {
+        unshare(CloneFlags::CLONE_FS).map_err(|error| AgentError::io("leave the agent's working directory", error))?;
+        show_boot_id_in(&[pid])
+    })
+    .await
+}
+
+/// Mounts our boot id in each of these processes' mount namespaces.
+fn show_boot_id_in(pids: &[u32]) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    let mut inside = Vec::new();
+    for &pid in pids {
+        if seen.insert(namespace_id(pid, "mnt")?) {
+            // All before the first is entered: what is in there is not ours.
+            let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
+                .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
+            inside.push((open_namespace(pid, "mnt")?, tree));
+        }
+    }
+    for (namespace, tree) in inside {
+        setns(namespace, CloneFlags::CLONE_NEWNS).map_err(|error| AgentError::io("enter a mount namespace", error))?;
+        cover_boot_id(&tree).map_err(|error| AgentError::io(format!("mount over {BOOT_ID}"), error))?;
+    }
+    Ok(())
 }
 
 /// Mounts our boot id over the kernel's, in the place of the one of an earlier fork. A container without /proc sees none.
@@ -165,11 +193,14 @@ fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
         .map_err(|error| AgentError::io(format!("look at {}", path.display()), error))
 }
 
-fn enter(pid: u32, kind: &str, flag: CloneFlags) -> Result<()> {
+fn open_namespace(pid: u32, kind: &str) -> Result<File> {
     let path = namespace_path(pid, kind);
-    let failed = |error: io::Error| AgentError::io(format!("enter {}", path.display()), error);
-    let namespace = File::open(&path).map_err(failed)?;
-    setns(namespace, flag).map_err(|error| failed(error.into()))
+    File::open(&path).map_err(|error| AgentError::io(format!("open {}", path.display()), error))
+}
+
+fn enter(pid: u32, kind: &str, flag: CloneFlags) -> Result<()> {
+    let namespace = open_namespace(pid, kind)?;
+    setns(namespace, flag).map_err(|error| AgentError::io(format!("enter the {kind} namespace of {pid}"), error))
 }
 
 fn write_files(request: &RenewRequest, init_pid: u32, root: Option<&Path>) -> Result<()> {

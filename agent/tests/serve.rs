@@ -297,6 +297,21 @@ async fn renew(agent: &Agent, parent: Client) {
     assert!(!text.contains("10.9.0.2"), "{text}");
     kill(&task, "fork").await;
     delete(&task, "fork", "").await;
+
+    // A fresh fork gets a new container, with a /proc of its own.
+    run(agent, &task, "next", &["sleep", "1000"]).await;
+    let out = exec(
+        agent,
+        &task,
+        "next",
+        "look",
+        &["cat", "/proc/sys/kernel/random/boot_id"],
+    )
+    .await
+    .expect("started");
+    assert_eq!(read_all(out).await, "01234567-89ab-cdef-0123-456789abcdef\n");
+    kill(&task, "next").await;
+    delete(&task, "next", "").await;
 }
 
 async fn start_talking(agent: &Agent, task: &TaskClient) {
