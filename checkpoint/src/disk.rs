@@ -264,7 +264,8 @@ pub fn create_empty_layer(dir: &Path, name: &str, size_bytes: u64) -> Result<Lay
     Ok(files)
 }
 
-/// Gives a sealed layer another name in `dir`: hard links, or sparse copies on another filesystem. Existing names are replaced.
+/// Gives a sealed layer another name in `dir`: hard links, or sparse copies on another filesystem. Existing names are replaced. The files'
+/// bytes are durable afterwards (a VMM does not flush what it seals), their names when the caller has synchronised `dir`.
 ///
 /// # Errors
 /// See [`DiskError`].
@@ -274,6 +275,8 @@ pub fn link_layer(from: &LayerFiles, dir: &Path, name: &str) -> Result<LayerFile
     unfinished.remove();
     let linked = link_or_copy(&from.bitmap, &unfinished.bitmap)
         .and_then(|()| link_or_copy(&from.data, &unfinished.data))
+        .and_then(|()| sync(&unfinished.bitmap))
+        .and_then(|()| sync(&unfinished.data))
         .and_then(|()| unfinished.rename_to(&to));
     // Renaming over another link of the same file does nothing and keeps both names.
     unfinished.remove();
@@ -285,6 +288,12 @@ fn link_or_copy(from: &Path, to: &Path) -> Result<(), DiskError> {
         Err(e) if matches!(e.raw_os_error(), Some(libc::EXDEV | libc::EMLINK | libc::EPERM)) => copy_sparse(from, to),
         other => other.map_err(io_error("link", from)),
     }
+}
+
+fn sync(path: &Path) -> Result<(), DiskError> {
+    File::open(path)
+        .and_then(|file| file.sync_all())
+        .map_err(io_error("sync", path))
 }
 
 fn copy_sparse(from: &Path, to: &Path) -> Result<(), DiskError> {
@@ -299,7 +308,7 @@ fn copy_sparse(from: &Path, to: &Path) -> Result<(), DiskError> {
         write_nonzero(&target, part, next).map_err(io_error("write", to))?;
         at = next + part.len() as u64;
     }
-    target.sync_all().map_err(io_error("sync", to))
+    Ok(())
 }
 
 fn write_nonzero(target: &File, bytes: &[u8], at: u64) -> io::Result<()> {

@@ -358,8 +358,15 @@ fn write_durably(temporary: &Path, path: &Path, directory: &Path, bytes: &[u8]) 
         .open(temporary)?;
     file.write_all(bytes)?;
     file.sync_all()?;
+    // The other files and their names, then the one that says that they are complete, then the directory's own name.
+    let directory_file = File::open(directory)?;
+    directory_file.sync_all()?;
     fs::rename(temporary, path)?;
-    File::open(directory)?.sync_all()
+    directory_file.sync_all()?;
+    match directory.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => File::open(parent)?.sync_all(),
+        _ => Ok(()),
+    }
 }
 
 /// At most one byte more than [`MAX_BYTES`]; a symbolic link is not followed, for image layers may hold them.
