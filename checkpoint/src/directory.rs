@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
-use crate::disk;
+use crate::disk::{self, LayerFiles};
 use crate::manifest::{
     CheckpointId, CheckpointManifest, MEMORY_FILE, MEMORY_INDEX_FILE, ManifestError, STATE_FILE, WritableDisk,
 };
@@ -105,15 +105,6 @@ pub struct DiskFiles {
     pub size_bytes: u64,
     /// Bottom to top.
     pub layers: Vec<LayerFiles>,
-}
-
-/// The two files of a sealed layer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerFiles {
-    /// Blocks.
-    pub data: PathBuf,
-    /// Which blocks.
-    pub bitmap: PathBuf,
 }
 
 impl Checkpoint {

@@ -30,6 +30,7 @@ use sha2::{Digest, Sha256};
 pub use tool::ToolError;
 pub(crate) use tool::{Tool, run};
 
+use crate::manifest::hex;
 use crate::rootfs::RootfsDescription;
 
 /// The layer as an EROFS image, in a committed snapshot directory.
@@ -304,16 +305,6 @@ fn finish(path: &Path) -> Result<String, LayerError> {
         }
     }
     Ok(hex(&hasher.finalize()))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
-    bytes
-        .iter()
-        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
 }
 
 /// Gives the time zero to whiteouts, and to directories that are newer than their own making. Unpacking sets the time of what the
