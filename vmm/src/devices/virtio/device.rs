@@ -8,7 +8,7 @@ use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::mmio::{INTERRUPT_ACK, INTERRUPT_STATUS, Pending, Transport, TransportState};
-use super::model::{Context, Model, Poller, Source};
+use super::model::{Context, LogQuota, Model, Poller, Source};
 use super::queue::{Interrupt, VirtQueue};
 use super::set::{AnyModel, DeviceState, ModelState};
 use super::{DeviceError, Memory};
@@ -26,6 +26,7 @@ struct Inner {
     transport: Transport,
     model: AnyModel,
     poller: Poller,
+    warnings: LogQuota,
 }
 
 impl AnyModel {
@@ -91,6 +92,7 @@ impl Device {
                 transport,
                 model,
                 poller,
+                warnings: LogQuota::default(),
             }),
         })
     }
@@ -225,7 +227,9 @@ impl Inner {
         }
         work(model, &mut context);
         if self.transport.queues.iter().any(VirtQueue::is_broken) {
-            tracing::warn!(device = self.model.as_dyn().device_type(), "the guest broke a queue");
+            if self.warnings.take() {
+                tracing::warn!(device = self.model.as_dyn().device_type(), "the guest broke a queue");
+            }
             self.transport.require_reset();
         }
     }

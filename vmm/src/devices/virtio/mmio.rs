@@ -207,7 +207,7 @@ impl Transport {
             INTERRUPT_ACK => {
                 self.interrupt.status.fetch_and(!value, Ordering::SeqCst);
             }
-            0x70 => self.write_status(mem, value),
+            0x70 => self.write_status(value),
             0x38..=0xa4 => self.configure_queue(mem, offset, value),
             _ => {}
         }
@@ -260,7 +260,7 @@ impl Transport {
         }
     }
 
-    fn write_status(&mut self, _mem: &Memory, value: u32) {
+    fn write_status(&mut self, value: u32) {
         if value == 0 {
             self.reset();
             return;

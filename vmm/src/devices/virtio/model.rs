@@ -1,9 +1,10 @@
 //! What every device is to the transport and to the I/O thread.
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -132,6 +133,28 @@ pub(super) trait Model {
     }
 }
 
+/// Log lines that a guest can cause over and over: the first few are written, so that no guest fills the host's log.
+#[derive(Debug, Default)]
+pub(super) struct LogQuota(u32);
+
+impl LogQuota {
+    const LINES: u32 = 16;
+
+    /// Whether one more line may be written.
+    pub(super) fn take(&mut self) -> bool {
+        let left = self.0 < Self::LINES;
+        self.0 += u32::from(left);
+        left
+    }
+}
+
+/// Makes reads and writes return instead of waiting.
+pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
+    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
+    Ok(())
+}
+
 /// Copies the part of a configuration space that a read asks for.
 pub(super) fn copy_config(config: &[u8], offset: u64, data: &mut [u8]) {
     data.fill(0);
@@ -139,5 +162,16 @@ pub(super) fn copy_config(config: &[u8], offset: u64, data: &mut [u8]) {
     if let Some(rest) = config.get(start..) {
         let count = rest.len().min(data.len());
         data[..count].copy_from_slice(&rest[..count]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LogQuota;
+
+    #[test]
+    fn a_guest_causes_a_few_log_lines_only() {
+        let mut quota = LogQuota::default();
+        assert_eq!((0..1000).filter(|_| quota.take()).count(), 16);
     }
 }

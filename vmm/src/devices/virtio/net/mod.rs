@@ -3,7 +3,6 @@
 //! A fork gets a new tap. Frames that the parent's guest had queued but not yet sent are completed in the fork without being
 //! sent: they carry the parent's addresses, and the parent sends them itself.
 
-use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
@@ -13,7 +12,7 @@ use virtio_bindings::virtio_net::{
 };
 use vmm_sys_util::epoll::EventSet;
 
-use super::model::{Context, Model, Poller, copy_config};
+use super::model::{Context, Model, Poller, copy_config, set_nonblocking};
 use super::queue::Segments;
 use super::{DeviceError, Net as NetParts, sys};
 
@@ -56,7 +55,7 @@ impl Net {
 
     /// Takes any descriptor that reads and writes one frame with its header at a time.
     fn over(parts: NetParts) -> Result<Self, DeviceError> {
-        set_nonblocking(&parts.tap).map_err(DeviceError::Tap)?;
+        set_nonblocking(parts.tap.as_fd()).map_err(DeviceError::Tap)?;
         let (tap, mac, mtu) = (parts.tap, parts.mac, parts.mtu);
         Ok(Self {
             tap,
@@ -204,13 +203,6 @@ fn deliver(queue: &mut super::queue::VirtQueue, mem: &super::Memory, frame: &mut
         queue.complete(mem, chain.head, written as u64);
     }
     Delivery::Done
-}
-
-fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
-    use nix::fcntl::{FcntlArg, OFlag, fcntl};
-    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
-    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-    Ok(())
 }
 
 impl Model for Net {

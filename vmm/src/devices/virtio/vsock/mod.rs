@@ -13,13 +13,13 @@ mod stream;
 mod to_guest;
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 use vmm_sys_util::epoll::EventSet;
 
-use super::model::{Context, Model, Poller, copy_config};
+use super::model::{Context, Model, Poller, copy_config, set_nonblocking};
 use super::{EventSender, GUEST_CID};
 use connection::{Connection, Phase};
 use packet::{Ports, SHUTDOWN_BOTH};
@@ -141,7 +141,7 @@ impl Vsock {
     }
 
     fn insert(&mut self, connection: Connection, poller: &Poller) -> std::io::Result<()> {
-        set_nonblocking(&connection)?;
+        set_nonblocking(connection.as_fd())?;
         let token = self.next_token;
         self.next_token = self.next_token.wrapping_add(1) & 0x7fff_ffff;
         poller.add(connection.fd(), token, EventSet::ONE_SHOT)?;
@@ -180,6 +180,13 @@ impl Vsock {
         if let Some(connection) = self.connections.remove(&token) {
             if self.tokens.get(&connection.ports) == Some(&token) {
                 self.tokens.remove(&connection.ports);
+            }
+            // A guest that opens and closes connections without taking packets must not make these longer and longer.
+            if connection.in_control_queue {
+                self.control.retain(|other| *other != token);
+            }
+            if connection.in_data_queue {
+                self.data.retain(|other| *other != token);
             }
             poller.remove(connection.fd());
             connection.close();
@@ -242,14 +249,6 @@ impl Vsock {
         }
         self.update(token, poller);
     }
-}
-
-fn set_nonblocking(connection: &Connection) -> std::io::Result<()> {
-    use nix::fcntl::{FcntlArg, OFlag, fcntl};
-    use std::os::fd::AsFd;
-    let flags = OFlag::from_bits_retain(fcntl(connection.as_fd(), FcntlArg::F_GETFL)?);
-    fcntl(connection.as_fd(), FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
-    Ok(())
 }
 
 impl Model for Vsock {

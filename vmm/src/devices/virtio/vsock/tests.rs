@@ -9,15 +9,19 @@
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
+use vmm_sys_util::epoll::Epoll;
+use vmm_sys_util::eventfd::EventFd;
 
+use super::super::model::Poller;
 use super::super::testing::{Driver, copy, memory, wait_readable};
 use super::super::{Backing, DeviceEvent, DeviceSet, Disk, EventReceiver, Memory, event_channel};
 use super::connection::BUFFER;
 use super::packet::{HEADER, Header, Op};
-use super::{EVENT, FIRST_PORT, RECEIVE, TRANSMIT};
+use super::{EVENT, FIRST_PORT, RECEIVE, TRANSMIT, Vsock};
 
 /// Vsock is seldom the first device.
 const DEVICE: usize = 1;
@@ -149,6 +153,29 @@ fn refused_connection_closes_the_stream() {
     let (request, _) = guest.receive_op(Op::Request);
     guest.send(request.source_port, 77, Op::Reset, 0, 0, &[]);
     assert!(at_end(&mut host));
+}
+
+#[test]
+fn connections_that_come_and_go_unheard_leave_nothing() {
+    let (sender, _events) = event_channel().unwrap();
+    let wake = Arc::new(EventFd::new(0).unwrap());
+    let poller = Poller::new(Arc::new(Epoll::new().unwrap()), 0, wake);
+    let mut vsock = Vsock::new(sender);
+    vsock.active = true;
+    for guest in 0..3000 {
+        let (_host, device) = UnixStream::pair().unwrap();
+        vsock.connect(guest, device.into(), &poller);
+        let (ports, token) = vsock
+            .tokens
+            .iter()
+            .next()
+            .map(|(ports, token)| (*ports, *token))
+            .unwrap();
+        vsock.queue_data(token);
+        vsock.refuse(ports, Some(token), &poller);
+    }
+    assert_eq!((vsock.control.len(), vsock.data.len()), (0, 0));
+    assert!(vsock.resets.len() <= super::RESETS_MAX);
 }
 
 #[test]
