@@ -14,6 +14,7 @@ use nix::unistd::Pid;
 
 use crate::control::SaveReport;
 use crate::devices::virtio::{DeviceError, OverlayLayer};
+use crate::memory::GuestMemory;
 use crate::state::StateError;
 use crate::sys::dumper::{self, Piece};
 use crate::sys::fd::open_pidfd;
@@ -30,18 +31,12 @@ pub enum SaveError {
     /// The machine could not be paused, read or resumed.
     #[error("save machine")]
     Machine(#[from] VmError),
-    /// State file.
-    #[error("write saved state")]
+    /// The state does not fit its file.
+    #[error("saved state")]
     State(#[from] StateError),
     /// A disk could not be sealed.
-    #[error("seal disk {id}")]
-    Seal {
-        /// Which one.
-        id: String,
-        /// Why not.
-        #[source]
-        source: DeviceError,
-    },
+    #[error("seal disks")]
+    Seal(#[from] DeviceError),
     /// The memory index would not be valid.
     #[error("memory index")]
     Index(#[from] IndexError),
@@ -76,6 +71,8 @@ pub struct SaveTargets {
 pub struct PendingSave {
     child: Option<Pid>,
     pidfd: OwnedFd,
+    state: Vec<u8>,
+    state_file: File,
     index: MemoryIndex,
     index_file: File,
     memory: File,
@@ -95,7 +92,8 @@ impl Machine {
     /// Cuts the machine and starts writing its memory.
     ///
     /// # Errors
-    /// See [`SaveError`]; the machine goes on as before.
+    /// See [`SaveError`]; the machine goes on as before, with the disks that it had: sealing them is the last thing that can fail here.
+    /// What fails later is reported by [`PendingSave::finish`].
     pub fn save(&mut self, host: &Host, targets: SaveTargets) -> Result<PendingSave, SaveError> {
         let was_running = self.is_running();
         let began = Instant::now();
@@ -105,17 +103,13 @@ impl Machine {
         if if result.is_ok() { resume } else { was_running } {
             self.resume()?;
         }
-        let (mut pending, mut state, bytes) = result?;
+        let mut pending = result?;
         pending.report.pause_us = micros(began.elapsed());
-        // A failure from here on drops `pending`, which ends the child.
-        state
-            .write_all(&bytes)
-            .map_err(|e| SaveError::Io("write state file", e))?;
         Ok(pending)
     }
 
     /// All that must happen while nothing moves.
-    fn cut(&self, host: &Host, targets: SaveTargets) -> Result<(PendingSave, File, Vec<u8>), SaveError> {
+    fn cut(&self, host: &Host, targets: SaveTargets) -> Result<PendingSave, SaveError> {
         let state = self.save_state()?.encode()?;
         let plan = self.plan(host)?;
         targets
@@ -139,28 +133,28 @@ impl Machine {
         let pending = PendingSave {
             child: Some(child),
             pidfd,
+            state,
+            state_file: targets.state,
             index: plan.index,
             index_file: targets.index,
             memory: targets.memory,
             started,
             report,
         };
-        for (id, next) in targets.seal {
-            let devices = self.platform().devices();
-            let sealed = devices.map_or_else(
-                || Err(DeviceError::State("no devices".into())),
-                |devices| devices.seal_disk(&id, next),
-            );
-            sealed.map_err(|source| SaveError::Seal { id, source })?;
+        // A failure here drops `pending`, which ends the child.
+        match self.platform().devices() {
+            Some(devices) => devices.seal_disks(targets.seal)?,
+            None if targets.seal.is_empty() => {}
+            None => return Err(DeviceError::State("the machine has no disks".into()).into()),
         }
-        Ok((pending, targets.state, state))
+        Ok(pending)
     }
 
     /// Incremental over the base if there is one, else everything that is not known to be zero.
     fn plan(&self, host: &Host) -> Result<Plan, SaveError> {
         let private = self.memory.private_pages(&host.pagemap).map_err(VmError::from)?;
         if let Some(base) = &self.base {
-            let (extents, pieces, bytes) = self.lay_out(&runs(private.clone(), self.memory.pages()));
+            let (extents, pieces, bytes) = lay_out(&self.memory, &runs(private.clone(), self.memory.pages()));
             match MemoryIndex::overlay(&base.index, &base.checkpoint, bytes, &extents) {
                 Ok(index) => {
                     return Ok(Plan {
@@ -184,7 +178,7 @@ impl Machine {
                     .map(|extent| extent.start..extent.start + extent.pages),
             );
         }
-        let (extents, pieces, bytes) = self.lay_out(&runs(present, self.memory.pages()));
+        let (extents, pieces, bytes) = lay_out(&self.memory, &runs(present, self.memory.pages()));
         let index = MemoryIndex::full(self.memory.pages(), bytes, extents)?;
         Ok(Plan {
             index,
@@ -193,26 +187,26 @@ impl Machine {
             incremental: false,
         })
     }
+}
 
-    /// Places runs of pages in the file one after the other.
-    fn lay_out(&self, runs: &[(u64, u64)]) -> (Vec<Extent>, Vec<Piece>, u64) {
-        let (mut extents, mut pieces, mut source_page) = (Vec::new(), Vec::new(), 0);
-        for &(start, pages) in runs {
-            extents.push(Extent {
-                start,
-                pages,
-                source: 0,
-                source_page,
-            });
-            let mut offset = source_page * PAGE_SIZE;
-            for (address, bytes) in self.memory.host_ranges(start..start + pages) {
-                pieces.push(Piece { address, bytes, offset });
-                offset += bytes;
-            }
-            source_page += pages;
+/// Places runs of pages in the file one after the other.
+fn lay_out(memory: &GuestMemory, runs: &[(u64, u64)]) -> (Vec<Extent>, Vec<Piece>, u64) {
+    let (mut extents, mut pieces, mut source_page) = (Vec::new(), Vec::new(), 0);
+    for &(start, pages) in runs {
+        extents.push(Extent {
+            start,
+            pages,
+            source: 0,
+            source_page,
+        });
+        let mut offset = source_page * PAGE_SIZE;
+        for (address, bytes) in memory.host_ranges(start..start + pages) {
+            pieces.push(Piece { address, bytes, offset });
+            offset += bytes;
         }
-        (extents, pieces, source_page * PAGE_SIZE)
+        source_page += pages;
     }
+    (extents, pieces, source_page * PAGE_SIZE)
 }
 
 /// Page ranges as `(start, pages)`: sorted, joined across small gaps, few enough for an index.
@@ -239,10 +233,10 @@ impl PendingSave {
         self.report.pause_us
     }
 
-    /// Waits for the child, then writes the memory index. [`AsFd`] polls readable when this will not block.
+    /// Waits for the child, then writes saved state and memory index. [`AsFd`] polls readable when this will not block.
     ///
     /// # Errors
-    /// When the child failed or the index cannot be written; the files are worthless then.
+    /// When the child failed or a file cannot be written; the files are worthless then.
     pub fn finish(mut self) -> Result<SaveReport, SaveError> {
         let Some(child) = self.child.take() else {
             return Err(SaveError::Killed("nobody".into()));
@@ -254,6 +248,9 @@ impl PendingSave {
             Ok(status) => return Err(SaveError::Killed(format!("{status:?}"))),
             Err(error) => return Err(SaveError::Io("wait for child", error.into())),
         }
+        self.state_file
+            .write_all(&self.state)
+            .map_err(|e| SaveError::Io("write state file", e))?;
         let encoded = self.index.encode()?;
         self.index_file
             .write_all(&encoded)
@@ -295,13 +292,59 @@ fn micros(duration: Duration) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use proptest::prelude::*;
+    use vm_memory::{Bytes, GuestAddress};
 
     use super::*;
 
     #[test]
     fn small_gaps_are_bridged_and_overlaps_joined() {
         assert_eq!(runs(vec![20..21, 0..2, 5..6, 1..3], 64), vec![(0, 6), (20, 1)]);
+    }
+
+    /// What a fork zeroed must not be its parent's page again in a fork of the fork.
+    #[test]
+    fn a_page_that_became_zero_is_saved_as_zero() {
+        let full = |byte: u8| [byte; 4096];
+        let base_file = tempfile::tempfile().unwrap();
+        base_file
+            .write_all_at(&[full(1), full(2), full(3)].concat(), 0)
+            .unwrap();
+        let extent = |start, pages, source_page| Extent {
+            start,
+            pages,
+            source: 0,
+            source_page,
+        };
+        // Far apart: pages in small gaps are saved anyway.
+        let extents = vec![extent(10, 1, 0), extent(100, 1, 1), extent(200, 1, 2)];
+        let base = MemoryIndex::full((64 << 20) / PAGE_SIZE, 3 * PAGE_SIZE, extents).unwrap();
+        let memory = GuestMemory::restore(&base, &[base_file.try_clone().unwrap()]).unwrap();
+        memory
+            .map()
+            .write_slice(&full(0), GuestAddress(100 * PAGE_SIZE))
+            .unwrap();
+        memory
+            .map()
+            .write_slice(&full(9), GuestAddress(300 * PAGE_SIZE))
+            .unwrap();
+
+        let private = memory
+            .private_pages(&File::open("/proc/self/pagemap").unwrap())
+            .unwrap();
+        let (extents, pieces, bytes) = lay_out(&memory, &runs(private, memory.pages()));
+        let id = "0123456789abcdef0123456789abcdef".to_owned().try_into().unwrap();
+        let index = MemoryIndex::overlay(&base, &id, bytes, &extents).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(bytes).unwrap();
+        let child = dumper::start(file.as_fd(), &pieces).unwrap();
+        assert_eq!(waitpid(child, None).unwrap(), WaitStatus::Exited(child, 0));
+
+        let fork = GuestMemory::restore(&index, &[file, base_file]).unwrap();
+        let read = |page: u64| fork.map().read_obj::<u8>(GuestAddress(page * PAGE_SIZE)).unwrap();
+        assert_eq!([read(10), read(100), read(200), read(300)], [1, 0, 3, 9]);
     }
 
     proptest! {

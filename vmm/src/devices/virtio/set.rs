@@ -264,26 +264,35 @@ impl DeviceSet {
         }
     }
 
-    /// Makes the active layer of a disk its top sealed one (its bitmap is complete in its file afterwards, nothing is flushed) and `next`
-    /// the active one. Only while paused.
+    /// Makes the active layer of each named disk its top sealed one (its bitmap is complete in its file afterwards, nothing is flushed)
+    /// and the layer given the active one: all of them or none. Only while paused.
     ///
     /// # Errors
-    /// When there is no such writable disk, or a file cannot be used; the disk goes on with the old layer.
-    pub fn seal_disk(&self, id: &str, next: OverlayLayer) -> Result<(), DeviceError> {
-        let mut next = Some(next);
-        for device in &self.shared.devices {
-            let sealed = device.with_model(|model, _| match model {
-                AnyModel::Block(block) if block.id() == id => next.take().map(|next| block.seal(next)),
-                _ => None,
+    /// When there is no such writable disk, or a file cannot be used; every disk goes on with its old layer.
+    pub fn seal_disks(&self, disks: Vec<(String, OverlayLayer)>) -> Result<(), DeviceError> {
+        let mut prepared = Vec::with_capacity(disks.len());
+        for (id, next) in disks {
+            let device = self.shared.devices.iter().find(|device| {
+                device.with_model(|model, _| matches!(model, AnyModel::Block(block) if block.id() == id))
             });
-            if let Some(result) = sealed {
-                return result;
-            }
+            let next = device.and_then(|device| {
+                device.with_model(|model, _| match model {
+                    AnyModel::Block(block) => Some((device, block.prepare_seal(next))),
+                    _ => None,
+                })
+            });
+            let reason = "no such disk".into();
+            let (device, next) = next.ok_or(DeviceError::Disk { id, reason })?;
+            prepared.push((device, next?));
         }
-        Err(DeviceError::Disk {
-            id: id.to_owned(),
-            reason: "no such disk".into(),
-        })
+        for (device, next) in prepared {
+            device.with_model(|model, _| {
+                if let AnyModel::Block(block) = model {
+                    block.seal(next);
+                }
+            });
+        }
+        Ok(())
     }
 
     /// Opens a vsock connection from the host to a guest port; `stream` is a connected `SOCK_STREAM` socket. It is closed when the

@@ -15,9 +15,10 @@ use virtio_bindings::virtio_blk::{
 };
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
-use super::model::{Context, Model, Poller, copy_config};
+use super::model::{Context, LogQuota, Model, Poller, copy_config};
 use super::queue::{Chain, Segments};
 use super::{DeviceError, Disk, OverlayLayer};
+use overlay::NextLayer;
 pub(super) use state::BlockState;
 use store::Store;
 
@@ -35,6 +36,7 @@ const ID_BYTES: usize = 20;
 pub(super) struct Block {
     id: String,
     store: Store,
+    warnings: LogQuota,
 }
 
 /// What became of a request.
@@ -44,18 +46,6 @@ enum Outcome {
     Ok(u64),
     Failed,
     Unsupported,
-}
-
-impl From<std_io::Result<()>> for Outcome {
-    fn from(result: std_io::Result<()>) -> Self {
-        match result {
-            Ok(()) => Self::Ok(0),
-            Err(error) => {
-                tracing::warn!(%error, "disk request");
-                Self::Failed
-            }
-        }
-    }
 }
 
 impl Block {
@@ -68,7 +58,11 @@ impl Block {
             });
         }
         match Store::open(disk.backing) {
-            Ok(store) => Ok(Self { id: disk.id, store }),
+            Ok(store) => Ok(Self {
+                id: disk.id,
+                store,
+                warnings: LogQuota::default(),
+            }),
             Err(source) => Err(DeviceError::DiskFile {
                 id: disk.id,
                 what: "open its files",
@@ -111,17 +105,24 @@ impl Block {
         &self.id
     }
 
-    /// Seals the active layer and goes on with `next`.
-    pub(super) fn seal(&mut self, next: OverlayLayer) -> Result<(), DeviceError> {
+    /// Does all of sealing the active layer that can fail.
+    pub(super) fn prepare_seal(&mut self, next: OverlayLayer) -> Result<NextLayer, DeviceError> {
         let id = &self.id;
         self.store
             .writable()
-            .and_then(|overlay| overlay.seal(next))
+            .and_then(|overlay| overlay.prepare_seal(next))
             .map_err(|source| DeviceError::DiskFile {
                 id: id.clone(),
                 what: "seal the active layer",
                 source,
             })
+    }
+
+    /// Seals the active layer and goes on with the next one.
+    pub(super) fn seal(&mut self, next: NextLayer) {
+        if let Store::Writable(overlay) = &mut self.store {
+            overlay.seal(next);
+        }
     }
 
     /// Serves a request; returns how many bytes of the writable part were written, status included.
@@ -145,6 +146,19 @@ impl Block {
         written
     }
 
+    /// What became of a request that has no data for the guest.
+    fn outcome(&mut self, result: std_io::Result<()>) -> Outcome {
+        match result {
+            Ok(()) => Outcome::Ok(0),
+            Err(error) => {
+                if self.warnings.take() {
+                    tracing::warn!(disk = self.id, %error, "disk request");
+                }
+                Outcome::Failed
+            }
+        }
+    }
+
     fn execute(&mut self, header: &[u8; 16], from: Segments<'_>, mut into: Segments<'_>) -> Outcome {
         let [a, b, c, d, _, _, _, _, sector @ ..] = *header;
         let sector = u64::from_le_bytes(sector);
@@ -152,25 +166,31 @@ impl Block {
             VIRTIO_BLK_T_IN => {
                 let bytes = into.len();
                 match self.range(sector, bytes) {
-                    Some(offset) => match self.store.read(offset, into).into() {
-                        Outcome::Ok(_) => Outcome::Ok(bytes),
-                        other => other,
-                    },
+                    Some(offset) => {
+                        let result = self.store.read(offset, into);
+                        match self.outcome(result) {
+                            Outcome::Ok(_) => Outcome::Ok(bytes),
+                            other => other,
+                        }
+                    }
                     None => Outcome::Failed,
                 }
             }
             VIRTIO_BLK_T_OUT => match self.range(sector, from.len()) {
-                Some(offset) => self
-                    .store
-                    .writable()
-                    .and_then(|overlay| overlay.write(offset, from))
-                    .into(),
+                Some(offset) => {
+                    let disk = self.store.writable();
+                    let result = disk.and_then(|overlay| overlay.write(offset, from));
+                    self.outcome(result)
+                }
                 None => Outcome::Failed,
             },
-            VIRTIO_BLK_T_FLUSH => match &mut self.store {
-                Store::Writable(overlay) => overlay.flush().into(),
-                Store::Empty { .. } | Store::ReadOnly(_) => Outcome::Ok(0),
-            },
+            VIRTIO_BLK_T_FLUSH => {
+                let result = match &mut self.store {
+                    Store::Writable(overlay) => overlay.flush(),
+                    Store::Empty { .. } | Store::ReadOnly(_) => Ok(()),
+                };
+                self.outcome(result)
+            }
             VIRTIO_BLK_T_GET_ID => {
                 let mut answer = [0; ID_BYTES];
                 answer[..self.id.len()].copy_from_slice(self.id.as_bytes());
@@ -200,11 +220,11 @@ impl Block {
         }
         let bytes = u64::from(sectors) * SECTOR;
         match self.range(u64::from_le_bytes(sector), bytes) {
-            Some(offset) => self
-                .store
-                .writable()
-                .and_then(|disk| disk.zero(offset, bytes, whole_blocks_only))
-                .into(),
+            Some(offset) => {
+                let disk = self.store.writable();
+                let result = disk.and_then(|disk| disk.zero(offset, bytes, whole_blocks_only));
+                self.outcome(result)
+            }
             None => Outcome::Failed,
         }
     }

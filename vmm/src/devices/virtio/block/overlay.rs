@@ -93,6 +93,18 @@ impl Layer {
         }
     }
 
+    /// Makes everything written so far durable: data first, then the bitmap that promises it.
+    fn flush(&mut self) -> io::Result<()> {
+        if !self.dirty && self.unwritten.is_empty() {
+            return Ok(());
+        }
+        self.data.sync_data()?;
+        self.write_bitmap()?;
+        self.bitmap_file.sync_data()?;
+        self.dirty = false;
+        Ok(())
+    }
+
     fn write_bitmap(&mut self) -> io::Result<()> {
         while let Some(page) = self.unwritten.first().copied() {
             let start = page * BITMAP_PAGE;
@@ -112,6 +124,10 @@ impl Layer {
         Ok(fallocate(&self.data, flags, offset, len)?)
     }
 }
+
+/// An opened layer that waits to become the active one.
+#[derive(Debug)]
+pub(in super::super) struct NextLayer(Layer);
 
 /// The disk.
 #[derive(Debug)]
@@ -261,28 +277,26 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes everything written so far durable: data first, then the bitmap that promises it.
+    /// Makes everything written so far durable, also what a seal has put into a sealed layer since the last flush.
     pub(super) fn flush(&mut self) -> io::Result<()> {
-        if !self.active.dirty && self.active.unwritten.is_empty() {
-            return Ok(());
-        }
-        self.active.data.sync_data()?;
-        self.active.write_bitmap()?;
-        self.active.bitmap_file.sync_data()?;
-        self.active.dirty = false;
-        Ok(())
+        self.sealed.iter_mut().try_for_each(Layer::flush)?;
+        self.active.flush()
     }
 
-    /// Seals the active layer and goes on with `next`. The sealed files are complete but not flushed: whoever keeps them does that,
-    /// not the pause.
-    pub(super) fn seal(&mut self, next: OverlayLayer) -> io::Result<()> {
+    /// Does all of sealing that can fail: opens the next layer and completes the bitmap of the active one.
+    pub(super) fn prepare_seal(&mut self, next: OverlayLayer) -> io::Result<NextLayer> {
         if self.sealed.len() >= MAX_SEALED {
             return Err(io::Error::other(format!("{MAX_SEALED} layers are sealed already")));
         }
         let next = Layer::open_active(next, self.size)?;
         self.active.write_bitmap()?;
+        Ok(NextLayer(next))
+    }
+
+    /// Seals the active layer and goes on with the next one, with nothing written in between. The sealed files are complete but not
+    /// flushed: that is done by whoever keeps them, and by the guest's next flush, not in the pause.
+    pub(super) fn seal(&mut self, NextLayer(next): NextLayer) {
         self.sealed.push(std::mem::replace(&mut self.active, next));
-        Ok(())
     }
 }
 
@@ -335,6 +349,22 @@ mod tests {
         mem.write_slice(bytes, GuestAddress(0x1000)).unwrap();
         disk.write(offset, segments_of(mem, 0x1000, bytes.len() as u64))
             .unwrap();
+    }
+
+    fn seal(disk: &mut Overlay, next: OverlayLayer) {
+        let next = disk.prepare_seal(next).unwrap();
+        disk.seal(next);
+    }
+
+    #[test]
+    fn a_flush_after_a_seal_covers_what_was_written_before_it() {
+        let mem = memory();
+        let mut disk = Overlay::open(SIZE, Vec::new(), files()).unwrap();
+        write(&mem, &mut disk, 0, &[1; 4096]);
+        seal(&mut disk, files());
+        assert!(disk.sealed[0].dirty);
+        disk.flush().unwrap();
+        assert!(!disk.sealed[0].dirty);
     }
 
     #[derive(Clone, Debug)]
@@ -398,7 +428,7 @@ mod tests {
                     Step::Flush => disk.flush().unwrap(),
                     Step::Seal => {
                         layers.push(files());
-                        disk.seal(clone(layers.last().unwrap())).unwrap();
+                        seal(&mut disk, clone(layers.last().unwrap()));
                     }
                     Step::Reopen => {
                         disk.flush().unwrap();
@@ -418,7 +448,7 @@ mod tests {
         let (first, second, fork) = (files(), files(), files());
         let mut parent = Overlay::open(SIZE, Vec::new(), clone(&first)).unwrap();
         write(&mem, &mut parent, 0, &[1; 8192]);
-        parent.seal(second).unwrap();
+        seal(&mut parent, second);
         let mut child = Overlay::open(SIZE, vec![first], fork).unwrap();
         write(&mem, &mut parent, 4096, &[2; 4096]);
         write(&mem, &mut child, 0, &[3; 512]);

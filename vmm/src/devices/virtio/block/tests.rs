@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::Write as _;
+use std::os::unix::fs::MetadataExt;
 
 use proptest::prelude::*;
 
@@ -173,8 +174,17 @@ fn sealing_keeps_the_guest_going() {
     assert_eq!(request(&parent, &mut driver, &[&header(1, 0), &[1; 4096]], &[1]), [OK]);
     parent.pause();
     driver.add(&parent, 0, &[&header(1, 8), &[2; 4096]], &[1]);
-    parent.seal_disk("rw0", second).unwrap();
-    assert!(parent.seal_disk("other", layer()).is_err());
+    // All or none: the layer that goes with the wrong name is not used, and neither is the other one.
+    let unused = layer();
+    let kept = unused.data.try_clone().unwrap();
+    let both = vec![("rw0".into(), unused), ("other".into(), layer())];
+    assert!(parent.seal_disks(both).is_err());
+    parent.resume();
+    assert_eq!(driver.wait(0).1, [OK]);
+    assert_eq!(kept.metadata().map(|file| file.blocks()).unwrap(), 0);
+    parent.pause();
+    driver.add(&parent, 0, &[&header(1, 8), &[3; 4096]], &[1]);
+    parent.seal_disks(vec![("rw0".into(), second)]).unwrap();
     let state = parent.save();
     let memory_of_fork = super::super::testing::copy(&mem);
     let mut forked = driver.clone();
@@ -196,7 +206,7 @@ fn sealing_keeps_the_guest_going() {
     fork.start();
     assert_eq!(forked.wait(0).1, [OK]);
     let answer = request(&fork, &mut forked, &[&header(0, 0)], &[8192, 1]);
-    assert_eq!(answer, [vec![1; 4096], vec![2; 4096], vec![OK]].concat());
+    assert_eq!(answer, [vec![1; 4096], vec![3; 4096], vec![OK]].concat());
 }
 
 #[test]
