@@ -153,18 +153,21 @@ fn id_width(vcpus: u8) -> u32 {
     u32::from(vcpus).next_power_of_two().trailing_zeros()
 }
 
-/// Feature words compared between a saved machine and this host: leaf, subleaf and the bits of each register that must be there.
-const FEATURE_LEAVES: [(u32, u32, [u32; 4]); 6] = [
+/// Feature words compared between a saved machine and what a new one would get: leaf, subleaf and the bits of each register that
+/// must be there.
+const FEATURE_LEAVES: [(u32, u32, [u32; 4]); 7] = [
     (1, 0, [0, 0, !(1 << 27), !(1 << 28)]), // OSXSAVE and HTT follow the machine, not the host
     (7, 0, [0, !0, !(1 << 4), !0]),         // OSPKE likewise
-    (7, 1, [!0, 0, 0, 0]),
+    (7, 1, [!0, !0, !0, !0]),
     (0xd, 0, [!0, 0, 0, !0]),
     (0xd, 1, [!0, 0, !0, !0]),
+    (0x4000_0001, 0, [!0, 0, 0, 0]),
     (0x8000_0001, 0, [0, 0, !(1 << 1), !0]),
 ];
 
-/// The first feature of a saved machine that this host lacks, in words.
-pub(crate) fn missing_feature(saved: &CpuId, supported: &CpuId) -> Option<String> {
+/// The first feature of a saved machine that this host does not offer, in words. `offered` is what [`for_vcpu`] gives a new machine,
+/// not what KVM supports: a forged checkpoint must not turn on what is hidden, nested virtualisation above all.
+pub(crate) fn missing_feature(saved: &CpuId, offered: &CpuId) -> Option<String> {
     let words = |cpuid: &CpuId, function, index| {
         let entry = cpuid
             .as_slice()
@@ -175,16 +178,10 @@ pub(crate) fn missing_feature(saved: &CpuId, supported: &CpuId) -> Option<String
         [entry.eax, entry.ebx, entry.ecx, entry.edx]
     };
     for (function, index, relevant) in FEATURE_LEAVES {
-        let (needed, present) = (words(saved, function, index), words(supported, function, index));
+        let (needed, present) = (words(saved, function, index), words(offered, function, index));
         for (number, name) in ["eax", "ebx", "ecx", "edx"].iter().enumerate() {
             let (needed, present, relevant) = (needed[number], present[number], relevant[number]);
             let missing = needed & relevant & !present;
-            // The hypervisor bit is ours.
-            let missing = if (function, number) == (1, 2) {
-                missing & !(1 << 31)
-            } else {
-                missing
-            };
             if missing != 0 {
                 return Some(format!("CPUID {function:#x}.{index} {name} bits {missing:#x}"));
             }
@@ -251,10 +248,27 @@ mod tests {
     #[test]
     fn a_missing_feature_is_named() {
         let saved = for_vcpu(&supported(), 0, 1).unwrap();
-        assert_eq!(missing_feature(&saved, &supported()), None);
+        assert_eq!(missing_feature(&saved, &saved), None);
         let mut entries = supported().as_slice().to_vec();
         entries[2].ebx &= !(1 << 16);
-        let host = CpuId::from_entries(&entries).unwrap();
+        let host = for_vcpu(&CpuId::from_entries(&entries).unwrap(), 0, 1).unwrap();
         assert_eq!(missing_feature(&saved, &host).unwrap(), "CPUID 0x7.0 ebx bits 0x10000");
+    }
+
+    #[test]
+    fn a_hidden_feature_cannot_be_turned_on() {
+        let offered = for_vcpu(&supported(), 0, 1).unwrap();
+        for (function, what) in [(1, "CPUID 0x1.0 ecx bits 0x20"), (7, "CPUID 0x7.0 edx bits 0x1000000")] {
+            let mut entries = offered.as_slice().to_vec();
+            for entry in entries.iter_mut().filter(|entry| entry.function == function) {
+                if function == 1 {
+                    entry.ecx |= 1 << 5; // VMX
+                } else {
+                    entry.edx |= 1 << 24; // AMX-TILE
+                }
+            }
+            let forged = CpuId::from_entries(&entries).unwrap();
+            assert_eq!(missing_feature(&forged, &offered).unwrap(), what);
+        }
     }
 }

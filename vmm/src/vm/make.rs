@@ -43,6 +43,11 @@ fn check_limits(config: &BootConfig) -> Result<(), VmError> {
     Ok(())
 }
 
+/// What one vCPU of a new machine sees.
+fn cpuid_of(host: &Host, id: u8, vcpus: u8) -> Result<CpuId, VmError> {
+    cpuid::for_vcpu(&host.cpuid, id, vcpus).map_err(|e| VmError::Config(format!("CPUID: {e:?}")))
+}
+
 /// The devices as ACPI describes them.
 fn acpi_devices(devices: Option<&DeviceSet>) -> Result<Vec<MmioDevice>, VmError> {
     let small = |value: u64| u32::try_from(value).map_err(|_| VmError::Config("device registers above 4 GiB".into()));
@@ -67,8 +72,7 @@ impl Machine {
         let bare = Bare::new(host, config.vcpus, GuestMemory::new(config.memory_bytes)?)?;
         let mut cpuids = Vec::new();
         for (id, vcpu) in (0_u8..).zip(&bare.vcpus) {
-            let cpuid =
-                cpuid::for_vcpu(&host.cpuid, id, config.vcpus).map_err(|e| VmError::Config(format!("CPUID: {e:?}")))?;
+            let cpuid = cpuid_of(host, id, config.vcpus)?;
             vcpu.set_cpuid2(&cpuid).map_err(|e| VmError::Kvm("set CPUID", e))?;
             cpuids.push(cpuid);
             set_local_interrupts(vcpu)?;
@@ -139,11 +143,13 @@ impl Bare {
     /// Sets the state of every vCPU; returns their CPUID.
     fn restore_vcpus(&self, host: &Host, saved: &[VcpuState]) -> Result<Vec<CpuId>, VmError> {
         let tsc = saved.first().and_then(VcpuState::tsc);
+        let count = u8::try_from(saved.len()).unwrap_or(u8::MAX);
+        let offered = cpuid_of(host, 0, count)?;
         let mut cpuids = Vec::new();
         for (id, (vcpu, saved)) in self.vcpus.iter().zip(saved).enumerate() {
             let wrong = |source| VmError::RestoreVcpu { id, source };
             let cpuid = saved.cpuid().map_err(wrong)?;
-            if let Some(missing) = cpuid::missing_feature(&cpuid, &host.cpuid) {
+            if let Some(missing) = cpuid::missing_feature(&cpuid, &offered) {
                 return Err(VmError::Incompatible(missing));
             }
             saved.restore(vcpu, tsc).map_err(wrong)?;
