@@ -84,7 +84,12 @@ pub fn run() -> Result<(), ServiceError> {
     tracing::debug!(elapsed = ?start.elapsed(), "locked in");
     host.prepare().map_err(ServiceError::Host)?;
     tracing::debug!(elapsed = ?start.elapsed(), "VM prepared");
-    Service::new(channel, host)?.serve()
+    let mut service = Service::new(channel, host)?;
+    let result = service.serve();
+    // The process ends now, and so do its threads. Dropping the machine would wait for them, and one request of a hostile guest can
+    // take as long as its disk is large.
+    std::mem::forget(service.machine.take());
+    result
 }
 
 struct Service {
@@ -132,7 +137,7 @@ impl Service {
         })
     }
 
-    fn serve(mut self) -> Result<(), ServiceError> {
+    fn serve(&mut self) -> Result<(), ServiceError> {
         loop {
             let ready = self.wait()?;
             if ready.saved {
