@@ -1,11 +1,12 @@
-//! Locks the process in before it touches anything a guest or a checkpoint controls: no capabilities, no way to gain any, an empty root
-//! directory, bounded resources, and system call filters.
+//! Locks the process in before it touches anything a guest or a checkpoint controls: no capabilities, no way to gain any, a user of its own,
+//! an empty root directory, bounded resources, and system call filters.
 
+use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::prctl;
 use nix::sys::resource::{Resource, setrlimit};
-use nix::unistd::{chdir, geteuid, pivot_root};
+use nix::unistd::{Gid, Uid, chdir, geteuid, getpid, pivot_root, setgroups, setresgid, setresuid};
 
 use crate::seccomp::{Filter, SeccompError};
 use crate::sys::capability;
@@ -18,7 +19,7 @@ const MAX_FILES: u64 = 4096;
 pub enum JailError {
     /// A system call.
     #[error("jail: {0}")]
-    System(&'static str, #[source] nix::errno::Errno),
+    System(&'static str, #[source] Errno),
     /// Capabilities.
     #[error("jail: drop capabilities")]
     Capabilities(#[source] std::io::Error),
@@ -41,12 +42,32 @@ pub fn enter() -> Result<Filter, JailError> {
     prctl::set_no_new_privs().map_err(|e| System("give up new privileges", e))?;
     if geteuid().is_root() {
         empty_root()?;
+        capability::drop_bounding();
+        change_user()?;
     }
     capability::drop_all().map_err(JailError::Capabilities)?;
     prctl::set_dumpable(false).map_err(|e| System("forbid tracing", e))?;
     let vcpu = Filter::vcpu()?;
     Filter::service()?.install()?;
     Ok(vcpu)
+}
+
+/// Users of VMMs start here: a range that neither people, nor services, nor user namespaces get users from
+/// (<https://systemd.io/UIDS-GIDS/>). It is larger than the largest process id.
+const FIRST_USER: u32 = 0x7000_0000;
+
+/// Becomes a user that no other process has: root without capabilities could still signal every process of root.
+fn change_user() -> Result<(), JailError> {
+    use JailError::System;
+    let number = FIRST_USER + getpid().as_raw().cast_unsigned();
+    let (user, group) = (Uid::from_raw(number), Gid::from_raw(number));
+    match setresgid(group, group, group) {
+        // A user namespace without such users: its root is not the host's.
+        Err(Errno::EINVAL) => return Ok(()),
+        other => other.map_err(|e| System("change group", e))?,
+    }
+    setgroups(&[]).map_err(|e| System("leave groups", e))?;
+    setresuid(user, user, user).map_err(|e| System("change user", e))
 }
 
 /// Moves into a mount namespace with nothing but an empty, read-only directory.

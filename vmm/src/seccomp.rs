@@ -93,9 +93,65 @@ const SERVICE: [i64; 45] = [
     libc::SYS_writev,
 ];
 
-/// ioctl groups (second byte of the request): KVM, tap, pagemap, and `FIONBIO` and the like.
-const SERVICE_IOCTLS: [u64; 4] = [0xae, b'T' as u64, b'f' as u64, 0x54];
-const VCPU_IOCTLS: [u64; 2] = [0xae, b'T' as u64];
+/// ioctls of the main thread, by type and number (the low 16 bits of the request): what makes, saves and restores a VM, two settings of
+/// a tap, and the scan of a pagemap.
+const SERVICE_IOCTLS: [u64; 40] = [
+    0xae01, // KVM_CREATE_VM
+    0xae03, // KVM_CHECK_EXTENSION
+    0xae04, // KVM_GET_VCPU_MMAP_SIZE
+    0xae41, // KVM_CREATE_VCPU
+    0xae46, // KVM_SET_USER_MEMORY_REGION
+    0xae47, // KVM_SET_TSS_ADDR
+    0xae48, // KVM_SET_IDENTITY_MAP_ADDR
+    0xae60, // KVM_CREATE_IRQCHIP
+    0xae62, // KVM_GET_IRQCHIP
+    0xae63, // KVM_SET_IRQCHIP
+    0xae76, // KVM_IRQFD
+    0xae79, // KVM_IOEVENTFD
+    0xae7b, // KVM_SET_CLOCK
+    0xae7c, // KVM_GET_CLOCK
+    0xae80, // KVM_RUN
+    0xae81, // KVM_GET_REGS
+    0xae82, // KVM_SET_REGS
+    0xae83, // KVM_GET_SREGS
+    0xae84, // KVM_SET_SREGS
+    0xae88, // KVM_GET_MSRS
+    0xae89, // KVM_SET_MSRS
+    0xae8d, // KVM_SET_FPU
+    0xae8e, // KVM_GET_LAPIC
+    0xae8f, // KVM_SET_LAPIC
+    0xae90, // KVM_SET_CPUID2
+    0xae98, // KVM_GET_MP_STATE
+    0xae99, // KVM_SET_MP_STATE
+    0xae9f, // KVM_GET_VCPU_EVENTS
+    0xaea0, // KVM_SET_VCPU_EVENTS
+    0xaea1, // KVM_GET_DEBUGREGS
+    0xaea2, // KVM_SET_DEBUGREGS, KVM_SET_TSC_KHZ
+    0xaea3, // KVM_GET_TSC_KHZ
+    0xaea4, // KVM_GET_XSAVE
+    0xaea5, // KVM_SET_XSAVE
+    0xaea6, // KVM_GET_XCRS
+    0xaea7, // KVM_SET_XCRS
+    0xaead, // KVM_KVMCLOCK_CTRL
+    0x54d0, // TUNSETOFFLOAD
+    0x54d8, // TUNSETVNETHDRSZ
+    0x6610, // PAGEMAP_SCAN
+];
+/// ioctls of vCPU threads: running the guest and saving the vCPU.
+const VCPU_IOCTLS: [u64; 12] = [
+    0xae80, // KVM_RUN
+    0xae81, // KVM_GET_REGS
+    0xae83, // KVM_GET_SREGS
+    0xae88, // KVM_GET_MSRS
+    0xae8e, // KVM_GET_LAPIC
+    0xae98, // KVM_GET_MP_STATE
+    0xae9f, // KVM_GET_VCPU_EVENTS
+    0xaea1, // KVM_GET_DEBUGREGS
+    0xaea3, // KVM_GET_TSC_KHZ
+    0xaea4, // KVM_GET_XSAVE
+    0xaea6, // KVM_GET_XCRS
+    0xaead, // KVM_KVMCLOCK_CTRL
+];
 
 /// What a vCPU thread does beyond the common part: device registers are served on it.
 const VCPU: [i64; 3] = [libc::SYS_writev, libc::SYS_tgkill, libc::SYS_prctl];
@@ -110,7 +166,7 @@ impl Filter {
     /// # Errors
     /// When it does not compile.
     pub fn service() -> Result<Self, SeccompError> {
-        Self::compile(&[&COMMON, &SERVICE], &SERVICE_IOCTLS)
+        Self::compile(&[&COMMON, &SERVICE], &SERVICE_IOCTLS, SeccompAction::KillProcess)
     }
 
     /// For vCPU threads.
@@ -118,10 +174,10 @@ impl Filter {
     /// # Errors
     /// When it does not compile.
     pub fn vcpu() -> Result<Self, SeccompError> {
-        Self::compile(&[&COMMON, &VCPU], &VCPU_IOCTLS)
+        Self::compile(&[&COMMON, &VCPU], &VCPU_IOCTLS, SeccompAction::KillProcess)
     }
 
-    fn compile(calls: &[&[i64]], ioctls: &[u64]) -> Result<Self, SeccompError> {
+    fn compile(calls: &[&[i64]], ioctls: &[u64], forbidden: SeccompAction) -> Result<Self, SeccompError> {
         let backend = |error: seccompiler::BackendError| SeccompError(seccompiler::Error::Backend(error));
         let mut rules: BTreeMap<i64, Vec<SeccompRule>> = calls
             .iter()
@@ -129,18 +185,13 @@ impl Filter {
             .map(|call| (*call, Vec::new()))
             .collect();
         let mut requests = Vec::new();
-        for group in ioctls {
-            let in_group =
-                SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(0xff00), group << 8);
-            requests.push(SeccompRule::new(vec![in_group.map_err(backend)?]).map_err(backend)?);
+        for ioctl in ioctls {
+            // The other half of a request is the size of its argument.
+            let number = SeccompCondition::new(1, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(0xffff), *ioctl);
+            requests.push(SeccompRule::new(vec![number.map_err(backend)?]).map_err(backend)?);
         }
         rules.insert(libc::SYS_ioctl, requests);
-        let filter = SeccompFilter::new(
-            rules,
-            SeccompAction::KillProcess,
-            SeccompAction::Allow,
-            TargetArch::x86_64,
-        );
+        let filter = SeccompFilter::new(rules, forbidden, SeccompAction::Allow, TargetArch::x86_64);
         Ok(Self(filter.and_then(TryInto::try_into).map_err(backend)?))
     }
 
@@ -161,7 +212,20 @@ mod tests {
     #[test]
     fn vcpu_threads_may_nothing_that_their_starter_may_not() {
         assert!(VCPU.iter().all(|call| COMMON.contains(call) || SERVICE.contains(call)));
-        assert!(VCPU_IOCTLS.iter().all(|group| SERVICE_IOCTLS.contains(group)));
+        assert!(VCPU_IOCTLS.iter().all(|ioctl| SERVICE_IOCTLS.contains(ioctl)));
+    }
+
+    /// TCGETS has the type of the tap ioctls, and another number.
+    #[test]
+    fn ioctls_are_told_apart_by_number() {
+        let refused = std::thread::spawn(|| {
+            let file = tempfile::tempfile().unwrap();
+            let errno = SeccompAction::Errno(libc::EPERM.cast_unsigned());
+            let filter = Filter::compile(&[&COMMON, &SERVICE], &SERVICE_IOCTLS, errno).unwrap();
+            filter.install().unwrap();
+            nix::sys::termios::tcgetattr(&file).err()
+        });
+        assert_eq!(refused.join().unwrap(), Some(nix::errno::Errno::EPERM));
     }
 
     #[test]

@@ -8,13 +8,15 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use checkpoint::memory::{MemoryIndex, PAGE_SIZE};
-use common::{Checkpoint, POWER_OFF, TICKER, TRIPLE_FAULT, Vmm, assert_consecutive, more_lines, text, ticks};
+use common::{Checkpoint, POWER_OFF, TICKER, TRIPLE_FAULT, Vmm, assert_consecutive, kernel, more_lines, text, ticks};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sha2::{Digest, Sha256};
-use vmm::control::{ExitReason, Reply, Request, SaveRequest, VmStats};
+use vmm::control::{BootRequest, ExitReason, Reply, Request, SaveRequest, VmStats};
 use vmm::state::MachineState;
 
 const MEMORY: u64 = 64 << 20;
@@ -248,7 +250,19 @@ fn forge(files: &Checkpoint, change: impl FnOnce(&mut serde_json::Value)) -> Res
 #[test]
 fn forged_states_are_refused_and_kill_nothing() -> Result<()> {
     type Change = fn(&mut serde_json::Value);
-    let cases: [(&str, Change); 7] = [
+    let cases: [(&str, Change); 8] = [
+        ("this host lacks", |state| {
+            // Nested virtualisation, which is hidden from every guest whatever KVM supports.
+            for entry in state["vcpus"][0]["cpuid"].as_array_mut().into_iter().flatten() {
+                let function = [&entry[0], &entry[1], &entry[2], &entry[3]].map(serde_json::Value::as_u64);
+                if function == [Some(1), Some(0), Some(0), Some(0)] {
+                    entry[20] = (entry[20].as_u64().unwrap_or(0) | 1 << 5).into();
+                }
+                if function == [Some(1), Some(0), Some(0), Some(0x80)] {
+                    entry[20] = (entry[20].as_u64().unwrap_or(0) | 1 << 2).into();
+                }
+            }
+        }),
         ("vCPU", |state| state["vcpus"] = serde_json::json!([])),
         ("memory", |state| state["memory_bytes"] = (128_u64 << 20).into()),
         ("9 vCPUs", |state| {
@@ -329,7 +343,63 @@ fn a_save_that_cannot_be_written_leaves_the_machine_running() -> Result<()> {
     assert!(message.contains("memory file") && !fatal, "{message}");
     more_lines(&console, 2)?;
 
+    // The disks would be sealed by now: this may only fail at the end.
+    let read_only: OwnedFd = File::open("/proc/self/exe")?.into();
+    vmm.must(&request(), &[read_only, new()?, new()?])?;
+    let (message, fatal) = vmm.refused(&Request::FinishSave, &[])?;
+    assert!(message.contains("write state file") && !fatal, "{message}");
+
     vmm.save(&Checkpoint::new(9)?, true)?;
+    assert_consecutive(&more_lines(&console, 2)?);
+    Ok(())
+}
+
+#[test]
+fn a_killed_dumper_fails_the_save_and_nothing_else() -> Result<()> {
+    let console = tempfile::tempfile()?;
+    let vmm = spawn()?;
+    // All of it is looked at in every save, which takes the dumper long enough to be caught.
+    let initramfs = tempfile::tempfile()?;
+    initramfs.set_len(256 << 20)?;
+    let boot = BootRequest {
+        vcpus: 1,
+        memory_bytes: 512 << 20,
+        kernel: 0,
+        initramfs: Some(2),
+        command_line: String::new(),
+        disks: Vec::new(),
+        nets: Vec::new(),
+        console: 1,
+        linux_devices: false,
+    };
+    let fds = [kernel(&TICKER)?.into(), console.try_clone()?.into(), initramfs.into()];
+    vmm.must(&Request::Boot(boot), &fds)?;
+    more_lines(&console, 2)?;
+    let children = || std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", vmm.pid));
+    let request = Request::Save(SaveRequest {
+        state: 0,
+        memory: 1,
+        memory_index: 2,
+        seal: Vec::new(),
+        resume: true,
+    });
+    let mut attempts = 0..20;
+    let message = loop {
+        let number = attempts.next().context("the dumper was never caught")?;
+        let files = Checkpoint::new(number)?;
+        vmm.must(&request, &files.targets()?)?;
+        if let Ok(dumper) = children()?.trim().parse() {
+            kill(Pid::from_raw(dumper), Signal::SIGKILL)?;
+        }
+        if let Reply::Refused { message, fatal } = vmm.request(&Request::FinishSave, &[])? {
+            let index = std::fs::metadata(files.path("memory.index"))?;
+            assert!(index.len() == 0 && !fatal, "without an index there is no checkpoint");
+            break message;
+        }
+    };
+    assert!(message.contains("ended by SIGKILL"), "{message}");
+    assert_eq!(children()?, "");
+    vmm.save(&Checkpoint::new(99)?, true)?;
     assert_consecutive(&more_lines(&console, 2)?);
     Ok(())
 }
@@ -405,6 +475,16 @@ fn the_process_is_locked_in() -> Result<()> {
     assert!(filters.contains(&("vcpu0".into(), "2".into())), "{filters:?}");
     if nix::unistd::geteuid().is_root() {
         assert_eq!(std::fs::read_dir(format!("/proc/{}/root", vmm.pid))?.count(), 0);
+        let status = std::fs::read_to_string(format!("/proc/{}/status", vmm.pid))?;
+        let user = 0x7000_0000 + vmm.pid.as_raw();
+        for field in ["Uid", "Gid"] {
+            let line = format!("{field}:\t{user}\t{user}\t{user}\t{user}\n");
+            assert!(status.contains(&line), "{status}");
+        }
+        assert!(
+            status.contains("Groups:\t \n") && status.contains("CapBnd:\t0000000000000000"),
+            "{status}"
+        );
     }
     Ok(())
 }

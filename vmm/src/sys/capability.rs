@@ -19,14 +19,18 @@ struct Data {
 /// `_LINUX_CAPABILITY_VERSION_3`: two words for each set.
 const VERSION_3: u32 = 0x2008_0522;
 
-/// Gives up every capability of this thread (and of those it will start), for good.
-pub(crate) fn drop_all() -> io::Result<()> {
+/// Gives up what a program with file capabilities could gain, as far as we may.
+pub(crate) fn drop_bounding() {
     for capability in 0..64 {
         // SAFETY: prctl with integers. EINVAL: there is no such capability; EPERM: we may not, and so have none to lose.
         if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } != 0 {
             break;
         }
     }
+}
+
+/// Gives up every capability of this thread (and of those it will start), for good.
+pub(crate) fn drop_all() -> io::Result<()> {
     let header = Header {
         version: VERSION_3,
         pid: 0,
