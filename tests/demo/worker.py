@@ -21,7 +21,6 @@ import numpy
 # Warm: what a worker of this kind would use, from the packages that were unpacked.
 import jinja2
 import packaging.version
-import pygments.lexers
 import urllib3
 import yaml
 
@@ -343,7 +342,6 @@ def warm_up():
     jinja2.Template("{{ word }}").render(word="warm")
     yaml.safe_load("warm: [1, 2, 3]")
     packaging.version.parse("1.0")
-    pygments.lexers.get_lexer_by_name("python")
     urllib3.util.parse_url("http://localhost/warm")
     repair({"source": "def last(items):\n    return items[len(items)]\n", "assertions": "assert last([1, 2]) == 2"})
     identity()

@@ -26,7 +26,7 @@ const SUITE: &str = "trixie";
 const PYTHON_PACKAGES: &str = "base-files,dash,coreutils,dpkg,tar,grep,sed,python3,python3-numpy";
 /// What lies in `/srv/packages` for a worker to unpack.
 const LEFT_PACKED: &str = "python3-urllib3 python3-idna python3-chardet python3-jinja2 \
-     python3-markupsafe python3-yaml python3-dateutil python3-attr python3-packaging python3-pygments python3-six";
+     python3-markupsafe python3-yaml python3-dateutil python3-attr python3-packaging python3-six";
 /// Where the host's static busybox is (package `busybox-static`).
 const BUSYBOX: &str = "/bin/busybox";
 

@@ -17,7 +17,7 @@ use crate::{memory, say};
 /// Name of the checkpoint image.
 const WARM: &str = "localhost/warm-worker:1";
 /// How many plain containers are timed.
-const PLAIN: usize = 5;
+const PLAIN: usize = 3;
 /// How far a fork's clock may be from the host's. Reading it takes time, and under emulation that is seconds.
 const CLOCK_SECONDS: f64 = 5.0;
 
