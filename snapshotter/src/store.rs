@@ -4,6 +4,7 @@
 //! what a crash leaves is at most a directory that no record names; [`Store::open`] throws those away.
 
 mod dirs;
+mod remove;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

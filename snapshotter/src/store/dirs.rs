@@ -5,10 +5,12 @@ use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use checkpoint::rootfs::RootfsDescription;
 
 use super::StoreError;
+use super::remove::remove_tree;
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     let path = path.to_owned();
@@ -23,6 +25,7 @@ pub(super) struct Dirs {
     root: PathBuf,
     snapshots: PathBuf,
     trash: PathBuf,
+    emptying: Mutex<()>,
 }
 
 impl Dirs {
@@ -45,7 +48,12 @@ impl Dirs {
                 _ => {}
             }
         }
-        Ok(Self { root, snapshots, trash })
+        Ok(Self {
+            root,
+            snapshots,
+            trash,
+            emptying: Mutex::default(),
+        })
     }
 
     pub(super) fn root(&self) -> &Path {
@@ -118,10 +126,12 @@ impl Dirs {
     }
 
     pub(super) fn empty_trash(&self) {
+        // Two at once would be in each other's way.
+        let _alone = self.emptying.lock().unwrap_or_else(PoisonError::into_inner);
         let Ok(entries) = fs::read_dir(&self.trash) else { return };
         for path in entries.filter_map(Result::ok).map(|entry| entry.path()) {
             let deleted = if path.symlink_metadata().is_ok_and(|meta| meta.is_dir()) {
-                fs::remove_dir_all(&path)
+                remove_tree(&path)
             } else {
                 fs::remove_file(&path)
             };
