@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::client::{Answer, Client};
 use crate::image::{self, CheckpointImage};
-use crate::output::{bytes, command_line, table};
+use crate::output::{bytes, command_line, print_error, table};
 use crate::{Connection, OutputFlag};
 
 /// Longest command line in a table.
@@ -206,7 +206,7 @@ pub(crate) async fn remove(connection: &Connection, arguments: RemoveArguments) 
         match remove_one(&client, &name).await {
             Ok(()) => removed.push(name),
             Err(error) => {
-                eprintln!("ramet: {error:#}");
+                print_error(&error);
                 failed.push(name);
             }
         }

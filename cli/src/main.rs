@@ -84,7 +84,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("ramet: {error:#}");
+            output::print_error(&error);
             ExitCode::FAILURE
         }
     }

@@ -6,8 +6,30 @@ use std::time::Duration;
 
 use indicatif::{BinaryBytes, ProgressBar, ProgressStyle};
 
+/// Text that cannot make a terminal do anything: images and containers choose much of what is printed.
+pub(crate) fn harmless(text: &str) -> String {
+    text.chars()
+        .map(|c| {
+            if c.is_control() {
+                c.escape_debug().to_string()
+            } else {
+                c.into()
+            }
+        })
+        .collect()
+}
+
+/// An error and its causes for the user.
+pub(crate) fn print_error(error: &anyhow::Error) {
+    eprintln!("ramet: {}", harmless(&format!("{error:#}")));
+}
+
 /// A table with aligned columns, two blanks apart.
 pub(crate) fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> String {
+    let rows: Vec<_> = rows
+        .iter()
+        .map(|row| row.each_ref().map(|cell| harmless(cell)))
+        .collect();
     let width = |column: usize| {
         rows.iter()
             .map(|row| row[column].chars().count())
@@ -18,7 +40,7 @@ pub(crate) fn table<const N: usize>(head: [&str; N], rows: &[[String; N]]) -> St
     let widths: [usize; N] = std::array::from_fn(width);
     let head = head.map(str::to_owned);
     let mut out = String::new();
-    for row in std::iter::once(&head).chain(rows) {
+    for row in std::iter::once(&head).chain(&rows) {
         let mut line = String::new();
         for (cell, width) in row.iter().zip(widths) {
             // Writing to a String cannot go wrong.
@@ -121,6 +143,13 @@ mod tests {
             table(["N", "WHAT", "C"], &rows),
             "N    WHAT       C\na    long cell  x\nbcd  ü\n"
         );
+    }
+
+    #[test]
+    fn what_an_image_says_cannot_reach_the_terminal() {
+        assert_eq!(harmless("a\u{1b}[2Jb\nü\u{9b}"), "a\\u{1b}[2Jb\\nü\\u{9b}");
+        let text = table(["A"], &[["x\u{1b}]0;title\u{7}".to_owned()]]);
+        assert!(text.lines().all(|line| !line.contains(char::is_control)), "{text:?}");
     }
 
     #[test]
