@@ -1,9 +1,9 @@
 //! Writable disks: stacks of overlay layers.
 //!
 //! A layer is two files: `data`, sparse, with each 4 KiB block at its own offset, and `bitmap`, one bit for each block, least significant
-//! bit first, 1 = this layer holds the block. A block is read from the topmost layer that holds it, and is zero if none does. Either file may
-//! be shorter than the disk: bits that are missing are 0, and two empty files are an empty layer. The lowest layer of
-//! a container's disk is an empty ext4 filesystem made once ([`ensure_ext4_template`]).
+//! bit first, 1 = this layer holds the block. A block is read from the topmost layer that holds it, and is zero if none does. Sealed layers
+//! have files of the full length: that of the disk, and that many bits rounded up to a byte. For an active layer, two empty files will
+//! do, too. The lowest layer of a container's disk is an empty ext4 filesystem made once ([`ensure_ext4_template`]).
 
 mod bitmap;
 

@@ -86,7 +86,9 @@ pub(crate) fn write_checkpoint(directory: &Path) -> CheckpointManifest {
     let data = File::create(directory.join("rw0.0.data")).unwrap();
     data.set_len(DISK_BYTES).unwrap();
     data.write_all_at(&[7; 4096], 9 * 4096).unwrap();
-    fs::write(directory.join("rw0.0.bitmap"), [0, 2, 0, 0]).unwrap();
+    let bitmap = File::create(directory.join("rw0.0.bitmap")).unwrap();
+    bitmap.set_len(DISK_BYTES / 4096 / 8).unwrap();
+    bitmap.write_all_at(&[2], 1).unwrap();
     manifest.write(directory).unwrap();
     manifest
 }

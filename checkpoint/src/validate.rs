@@ -186,19 +186,12 @@ impl CheckpointManifest {
         for disk in &self.writable_disks {
             for layer in disk.layers.iter().filter(|layer| layer.checkpoint.is_none()) {
                 files.push((format!("{}.data", layer.name), disk.size_bytes));
-                files.push((format!("{}.bitmap", layer.name), bitmap_bytes(disk.size_bytes)));
+                let bitmap_bytes = disk::Bitmap::bytes_for(disk.size_bytes / disk::BLOCK_SIZE);
+                files.push((format!("{}.bitmap", layer.name), bitmap_bytes));
             }
         }
         files
     }
-}
-
-/// Most bytes of the bitmap of a disk: one bit for each block, rounded up to a whole block of the host's filesystem.
-pub(crate) fn bitmap_bytes(size_bytes: u64) -> u64 {
-    size_bytes
-        .div_ceil(disk::BLOCK_SIZE)
-        .div_ceil(8)
-        .next_multiple_of(disk::BLOCK_SIZE)
 }
 
 fn validate_packed_file(field: &str, file: &PackedFile, most: u64) -> Result<()> {

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use checkpoint::disk::{BLOCK_SIZE, MAX_BYTES};
+use checkpoint::disk::{BLOCK_SIZE, Bitmap, MAX_BYTES};
 use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::super::OverlayLayer;
@@ -24,7 +24,7 @@ const MAX_SEALED: usize = 64;
 
 /// Length of the bitmap file of a disk of this size.
 fn bitmap_bytes(size: u64) -> u64 {
-    (size / BLOCK_SIZE).div_ceil(8)
+    Bitmap::bytes_for(size / BLOCK_SIZE)
 }
 
 /// One layer, opened.
