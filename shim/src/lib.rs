@@ -19,6 +19,8 @@ pub mod daemon;
 pub mod disks;
 pub mod error;
 pub mod events;
+#[cfg(test)]
+mod fake;
 pub mod guest;
 pub mod launch;
 pub mod lifecycle;
@@ -26,6 +28,8 @@ pub mod logging;
 pub mod restore;
 pub mod rootfs;
 pub mod sandbox;
+#[cfg(test)]
+mod sandbox_tests;
 pub mod spec;
 pub mod state_dir;
 pub mod stdio;
