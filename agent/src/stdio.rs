@@ -369,6 +369,15 @@ mod tests {
         (port, writer, hold)
     }
 
+    fn input() -> (Port, std::io::PipeReader, watch::Sender<bool>) {
+        let (reader, writer) = pipe();
+        let (hold, held) = watch::channel(false);
+        let (port, end) = Port::new(Direction::Input { terminal: false }, held);
+        end.send(Fd::new(writer.into()).expect("a pipe"))
+            .expect("the pump waits");
+        (port, reader, hold)
+    }
+
     #[tokio::test]
     async fn all_lines_arrive_whole_and_then_the_end() {
         let (port, mut writer, _hold) = output(false);
@@ -457,11 +466,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_orderly_end_closes_stdin_after_everything() {
-        let (mut reader, writer) = pipe();
-        let (_hold, held) = watch::channel(false);
-        let (port, end) = Port::new(Direction::Input { terminal: false }, held);
-        end.send(Fd::new(writer.into()).expect("a pipe"))
-            .expect("the pump waits");
+        let (port, mut reader, _hold) = input();
         let (mut host, guest) = connection();
         port.attach(guest, b"early ".to_vec(), 0);
         host.write_all(b"late").expect("room in the socket");
@@ -497,11 +502,7 @@ mod tests {
 
     #[tokio::test]
     async fn input_that_waits_for_room_does_not_reach_a_fork() {
-        let (mut reader, writer) = pipe();
-        let (hold, held) = watch::channel(false);
-        let (port, end) = Port::new(Direction::Input { terminal: false }, held);
-        end.send(Fd::new(writer.into()).expect("a pipe"))
-            .expect("the pump waits");
+        let (port, mut reader, hold) = input();
         let (mut host, guest) = connection();
         port.attach(guest, Vec::new(), 0);
         // More than the pipe takes: what is left was read by the pump, or waits in the socket.
