@@ -54,6 +54,25 @@ fn the_container_runs_on_and_the_image_is_an_ordinary_one() -> Result<()> {
 }
 
 #[test]
+fn it_can_be_made_again_and_by_ctr_too() -> Result<()> {
+    let node = Node::shared();
+    let (mut session, container) = counter(node)?;
+    let by_ctr = node.ctr(["task", "checkpoint", container.id()]).succeed()?.out();
+    let by_ctr = by_ctr.trim();
+    ensure!(by_ctr.starts_with("containerd.io/checkpoint/"), "{by_ctr}");
+    let first = CheckpointImage::of(node, &container)?;
+    let second = CheckpointImage::of(node, &container)?;
+    ensure!(first.name != second.name);
+    session.send("after")?;
+    ensure!(session.line(ANSWER)? == "2 after");
+    node.remove_image(by_ctr)?;
+    session.close_stdin();
+    ensure!(session.wait(ANSWER)? == 9);
+    container.is_gone();
+    Ok(())
+}
+
+#[test]
 fn checkpoints_are_listed_inspected_and_removed_by_name() -> Result<()> {
     let node = Node::shared();
     let (_session, container) = counter(node)?;

@@ -1,5 +1,7 @@
 //! kill -9 of every process, while idle: the others notice, say so, and nothing is left.
 
+use std::path::{Path, PathBuf};
+
 use anyhow::{Context, Result, ensure};
 use e2e::images::{Archive, BUSYBOX};
 use e2e::private::PrivateNode;
@@ -40,7 +42,8 @@ fn when_the_vmm_is_killed_the_task_has_exited_with_137() -> Result<()> {
     session.line(ANSWER)?;
     kill_9(new_process(e2e::node::VMM, &before)?)?;
     ensure!(session.wait(ANSWER)? == 137);
-    container.remove()
+    container.is_gone();
+    Ok(())
 }
 
 #[test]
@@ -104,5 +107,54 @@ fn a_vmm_killed_in_the_middle_of_a_checkpoint_leaves_no_half_image() -> Result<(
         ensure!(!images.contains(&image), "a half image is visible");
     }
     ensure!(session.wait(ANSWER)? == 137);
-    container.remove()
+    container.is_gone();
+    Ok(())
+}
+
+/// Takes nearly all of the disk that `directory` is on until it is dropped.
+struct FullDisk(PathBuf);
+
+impl FullDisk {
+    fn around(directory: &Path) -> Result<Self> {
+        let full = Self(directory.join("takes-the-disk"));
+        let space = nix::sys::statvfs::statvfs(directory)?;
+        let free = space.blocks_available() * space.fragment_size();
+        let left = 16 << 20;
+        let file = std::fs::File::create(&full.0)?;
+        nix::fcntl::posix_fallocate(&file, 0, i64::try_from(free.saturating_sub(left))?)?;
+        Ok(full)
+    }
+}
+
+impl Drop for FullDisk {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn a_checkpoint_that_the_disk_is_too_small_for_leaves_nothing_and_the_container_runs_on() -> Result<()> {
+    let node = Node::shared();
+    let (mut session, container) = crate::support::counter(node)?;
+    let before = node.ctr(["snapshots", "--snapshotter", "ramet", "ls"]).succeed()?.out();
+    let image = format!("localhost/{}:no-room", e2e::container::fresh_id("image"));
+    let full = FullDisk::around(Path::new("/var/lib/ramet-snapshotter"))?;
+    let refused = node.ramet(["checkpoint", container.id(), &image]).finish()?;
+    drop(full);
+    ensure!(
+        refused.code != 0 && refused.err().contains("No space left"),
+        "{}",
+        refused.err()
+    );
+    ensure!(!node.ctr(["images", "ls", "-q"]).succeed()?.out().contains(&image));
+    let after = node.ctr(["snapshots", "--snapshotter", "ramet", "ls"]).succeed()?.out();
+    ensure!(before == after, "a snapshot was left behind:\n{after}");
+    session.send("after")?;
+    ensure!(session.line(ANSWER)? == "2 after");
+    node.checkpoint(container.id(), &image)?;
+    node.remove_image(&image)?;
+    session.close_stdin();
+    ensure!(session.wait(ANSWER)? == 9);
+    container.is_gone();
+    Ok(())
 }
