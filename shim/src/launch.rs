@@ -421,16 +421,15 @@ fn guest_process(guest_id: &str) -> GuestProcess {
     }
 }
 
-/// Adds what the user can do when KVM is the reason.
+/// Adds what the user can do when KVM may be the reason.
 fn explain(error: VmError) -> Error {
-    let kvm = match File::options().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => String::new(),
-        Err(e) => format!("; /dev/kvm cannot be used ({e})"),
-    };
+    let opened = File::options().read(true).write(true).open("/dev/kvm");
+    let kvm = opened.err().map_or_else(String::new, |e| format!(": {e}"));
+    let remedy = format!("see whether /dev/kvm can be used{kvm} (`ramet doctor` checks this machine)");
     match error {
-        VmError::Gone(reason) => VmError::Gone(format!("{reason}{kvm}; `ramet doctor` checks this machine")).into(),
-        VmError::Refused(reason) if !kvm.is_empty() || reason.contains("kvm") => {
-            VmError::Refused(format!("{reason}{kvm}; `ramet doctor` checks this machine")).into()
+        VmError::Gone(reason) => VmError::Gone(format!("{reason}; {remedy}")).into(),
+        VmError::Refused(reason) if !kvm.is_empty() || reason.to_lowercase().contains("kvm") => {
+            VmError::Refused(format!("{reason}; {remedy}")).into()
         }
         other => other.into(),
     }

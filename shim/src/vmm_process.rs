@@ -143,6 +143,8 @@ impl Channel {
         log: PathBuf,
     ) {
         let mut buffer = vec![0; MAX_MESSAGE];
+        let mut exit = std::pin::pin!(exit);
+        let mut status = None;
         loop {
             tokio::select! {
                 biased;
@@ -154,17 +156,24 @@ impl Channel {
                     },
                     Err(e) => { self.reason.get_or_insert(format!("receive: {e}")); break }
                 },
+                // A child of the VMM that writes a save may hold the socket open longer than the VMM lives.
+                ended = &mut exit => {
+                    status = Some(ended.unwrap_or_else(|_| "it ended".to_owned()));
+                    break;
+                }
                 next = requests.recv() => match next {
                     Some(outgoing) => self.send(outgoing).await,
                     None => break,
                 },
             }
         }
-        let exit = tokio::time::timeout(Duration::from_secs(5), exit)
-            .await
-            .ok()
-            .and_then(Result::ok);
-        let reason = self.describe(exit, &log);
+        if status.is_none() {
+            status = tokio::time::timeout(Duration::from_secs(5), &mut exit)
+                .await
+                .ok()
+                .and_then(Result::ok);
+        }
+        let reason = self.describe(status, &log);
         ended.send_replace(Some(reason.clone()));
         requests.close();
         for answer in self.waiting.drain(..) {
@@ -318,5 +327,36 @@ impl Drop for VmmProcess {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_end_of_the_program_is_told_with_its_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("vmm");
+        std::fs::write(&program, "#!/bin/sh\necho no kvm here >&2\nexit 3\n").unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(&program, mode).unwrap();
+        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false).unwrap();
+        let reason = vmm.ended().await;
+        assert!(
+            reason.contains("status 3") && reason.contains("no kvm here"),
+            "{reason}"
+        );
+        let refused = vmm.request(Request::Stats, Vec::new()).await.unwrap_err();
+        assert!(matches!(refused, VmError::Gone(_)), "{refused}");
+        vmm.kill().await;
+    }
+
+    #[tokio::test]
+    async fn a_missing_program_is_named() {
+        let error = VmmProcess::spawn(Path::new("/nonexistent/vmm"), Path::new("/dev/null"), false)
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("/nonexistent/vmm"), "{error}");
     }
 }
