@@ -52,7 +52,14 @@ impl StateDir {
     /// The directory cannot be made.
     pub fn create(&self) -> std::io::Result<()> {
         use std::os::unix::fs::DirBuilderExt;
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.0)
+        let make = || fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.0);
+        // The last sandbox of the namespace may be removing the directory above at this moment.
+        (0..8)
+            .find_map(|_| match make() {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+                made => Some(made),
+            })
+            .unwrap_or_else(make)
     }
 
     /// A path in it.

@@ -51,7 +51,7 @@ fn compare(node: &Node, what: &str, kinds: [(&str, u32); 2]) -> Result<[Vec<f64>
             .deadline(PATIENCE);
         let (mut session, container) = run
             .flag("--annotation=io.ramet.memory_mib=1536")
-            .flag("--privileged")
+            .flag("--cap-add=CAP_SYS_ADMIN")
             .session()?;
         ensure!(session.line(PATIENCE)? == "filled");
         let name = format!("localhost/warm-{what}-{number}:1");
@@ -66,11 +66,7 @@ fn compare(node: &Node, what: &str, kinds: [(&str, u32); 2]) -> Result<[Vec<f64>
     for round in 0..=ROUNDS {
         for (number, name) in warm.iter().enumerate() {
             let id = format!("{what}-fork-{number}-{round}");
-            let (mut session, container) = node
-                .run(Runtime::Ramet, name, &[])
-                .id(&id)
-                .flag("--privileged")
-                .session()?;
+            let (mut session, container) = node.run(Runtime::Ramet, name, &[]).id(&id).session()?;
             session.send("it")?;
             ensure!(session.line(PATIENCE)? == "got it");
             let after = session.first_byte_after().context("no first byte")?;
