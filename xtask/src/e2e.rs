@@ -1,7 +1,10 @@
-//! Runs the end-to-end tests in labs: a few tests in each, so that a lab that crashes costs little to repeat.
+//! Runs the end-to-end tests in labs, as many at once as this machine takes: a few tests in each, so that they share the work
+//! and a lab that crashes costs little to repeat.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -15,7 +18,7 @@ const PROGRAM: &str = "e2e";
 /// Checks that the other tests left nothing; runs at the end of every lab.
 const LEFTOVERS: &str = "zz_leftovers::";
 /// How many tests one lab gets, roughly: modules are not divided.
-const TESTS_PER_LAB: usize = 16;
+const TESTS_PER_LAB: usize = 10;
 
 /// Builds the tests, or takes those that were built last.
 pub(crate) fn program(ws: &Workspace, no_build: bool) -> Result<PathBuf> {
@@ -44,44 +47,55 @@ pub(crate) fn run(
     ensure!(!tests.is_empty(), "no end-to-end test matches {}", filters.join(" "));
     let labs = plan(&tests);
     let deadline = Instant::now() + timeout;
-    let mut sum = Summary::default();
-    for (index, names) in labs.iter().enumerate() {
-        say(format!(
-            "end-to-end tests, lab {} of {}: {} tests",
-            index + 1,
-            labs.len(),
-            names.len()
-        ));
-        let mut script = format!("exec {PROGRAM} --test-threads=1 --exact");
-        for name in names {
-            script.push(' ');
-            script += &quote(name);
+    let next = AtomicUsize::new(0);
+    let sum = Mutex::new(Summary::default());
+    let work = || {
+        while let Some(names) = labs.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let results = run_one(ws, &program, names, deadline);
+            sum.lock().unwrap_or_else(PoisonError::into_inner).merge(results);
         }
-        let outcome = lab::run(
-            ws,
-            &Job {
-                name: format!("test{}", index + 1),
-                words: vec![script],
-                timeout: deadline.saturating_duration_since(Instant::now()),
-                programs: vec![(PROGRAM.to_owned(), program.clone())],
-                repeat: Repeat::Always,
-            },
-        );
-        let mut results = Summary::default();
-        match outcome {
-            Ok(outcome) => {
-                results.take_all(&String::from_utf8_lossy(&outcome.stdout));
-                results.expect(names, &format!("the test program ended with {}", outcome.code));
-                if outcome.code != 0 {
-                    results.expect_failure(outcome.code);
-                }
-            }
-            Err(error) => results.expect(names, &format!("{error:#}")),
+    };
+    say(format!(
+        "end-to-end tests: {} tests in {} labs",
+        tests.len(),
+        labs.len()
+    ));
+    std::thread::scope(|scope| {
+        for _ in 0..lab::SLOTS {
+            scope.spawn(work);
         }
-        sum.merge(results);
-    }
-    summary.add(sum);
+    });
+    summary.add(sum.into_inner().unwrap_or_else(PoisonError::into_inner));
     Ok(())
+}
+
+/// Runs these tests in a lab of their own.
+fn run_one(ws: &Workspace, program: &Path, names: &[String], deadline: Instant) -> Summary {
+    let mut script = format!("exec {PROGRAM} --test-threads=1 --exact");
+    for name in names {
+        script.push(' ');
+        script += &quote(name);
+    }
+    let first = names.first().and_then(|name| name.split("::").next()).unwrap_or("e2e");
+    let job = Job {
+        name: format!("test-{first}"),
+        words: vec![script],
+        timeout: deadline.saturating_duration_since(Instant::now()),
+        programs: vec![(PROGRAM.to_owned(), program.to_owned())],
+        repeat: Repeat::Always,
+    };
+    let mut results = Summary::default();
+    match lab::run(ws, &job) {
+        Ok(outcome) => {
+            results.take_all(&String::from_utf8_lossy(&outcome.stdout));
+            results.expect(names, &format!("the test program ended with {}", outcome.code));
+            if outcome.code != 0 {
+                results.expect_failure(outcome.code);
+            }
+        }
+        Err(error) => results.expect(names, &format!("{error:#}")),
+    }
+    results
 }
 
 /// The names in libtest's terse list.

@@ -20,7 +20,11 @@ use crate::workspace::{list, say};
 
 /// Guest memory in MiB.
 const MEMORY_MIB: u32 = 6144;
-const CPUS: u32 = 2;
+/// One when it is emulated: QEMU's threads for several processors race with each other, which shows as stale breakpoints in
+/// patched kernel code and as nested guests that crash or hang. Two labs with one processor each do as much.
+fn cpus() -> u32 {
+    if is_emulated() { 1 } else { 2 }
+}
 /// How long the lab may take to hand back its logs after a job that was ended early.
 const GRACE: Duration = Duration::from_secs(60);
 
@@ -96,11 +100,11 @@ fn start(config: &Config, ports: &[&Port], serial: &str, stdin: Stdio) -> Result
     ]);
     command.args(["-name", &machine_name(&config.run_dir), "-M", "q35", "-no-reboot"]);
     if is_emulated() {
-        command.args(["-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max"]);
+        command.args(["-accel", "tcg,tb-size=512", "-cpu", "max"]);
     } else {
         command.args(["-accel", "kvm", "-cpu", "host"]);
     }
-    command.args(["-smp", &CPUS.to_string(), "-m", &MEMORY_MIB.to_string()]);
+    command.args(["-smp", &cpus().to_string(), "-m", &MEMORY_MIB.to_string()]);
     command
         .arg("-kernel")
         .arg(&config.kernel)
@@ -150,8 +154,7 @@ fn machine_name(run_dir: &Path) -> String {
     format!("ramet-lab:{}", run_dir.display())
 }
 
-/// Runs the job on the payload disk. Under emulation a kernel's patching of its own code can, rarely, race with another
-/// processor that runs it; a machine that crashed is started again if the job permits that.
+/// Runs the job on the payload disk. An emulated machine that crashed is started again if the job permits that.
 pub(crate) fn run_job(config: &Config, timeout: Duration, repeat: Repeat) -> Result<End> {
     const ATTEMPTS: u32 = 3;
     let mut attempts = 1;
@@ -270,20 +273,25 @@ impl Ending {
     }
 }
 
-/// Copies a stream to one of ours as it comes, and keeps it.
-fn pass_on(mut from: UnixStream, mut to: impl Write + Send + 'static) -> JoinHandle<std::io::Result<Vec<u8>>> {
+/// Copies a stream to one of ours, line by line as it comes, and keeps it. Several labs may write to the same.
+fn pass_on(from: UnixStream, mut to: impl Write + Send + 'static) -> JoinHandle<std::io::Result<Vec<u8>>> {
+    /// A line without an end is passed on in pieces of this size.
+    const MAX_LINE: u64 = 64 << 10;
     std::thread::spawn(move || {
         let mut all = Vec::new();
-        let mut buffer = [0; 65536];
+        let mut from = BufReader::new(from);
         loop {
-            let count = match from.read(&mut buffer) {
+            let start = all.len();
+            match (&mut from).take(MAX_LINE).read_until(b'\n', &mut all) {
                 Ok(0) => return Ok(all),
                 // A killed QEMU may reset the connection; everything sent before was read.
-                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return Ok(all),
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
+                    to.write_all(&all[start..])?;
+                    return Ok(all);
+                }
                 result => result?,
             };
-            all.extend_from_slice(&buffer[..count]);
-            to.write_all(&buffer[..count])?;
+            to.write_all(&all[start..])?;
             to.flush()?;
         }
     })

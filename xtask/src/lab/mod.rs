@@ -8,6 +8,7 @@ use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -18,6 +19,7 @@ use crate::workspace::{Workspace, list, make_dir, say};
 use crate::{base, build, e2e, guest, images, setup, test::Summary};
 
 pub(crate) use payload::quote;
+pub(crate) use slot::SLOTS;
 
 /// What to do with the lab.
 #[derive(Subcommand)]
@@ -235,7 +237,9 @@ struct RunDir {
 impl RunDir {
     fn create(lab: &Path) -> Result<Self> {
         remove_stale(lab)?;
-        let path = lab.join(format!("run-{}", std::process::id()));
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = lab.join(format!("run-{}-{number}", std::process::id()));
         // For our user alone: the job may carry an API key.
         let made = fs::DirBuilder::new().mode(0o700).create(&path);
         made.with_context(|| format!("creating {}", path.display()))?;
@@ -251,6 +255,7 @@ fn remove_stale(lab: &Path) -> Result<usize> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         if name
             .strip_prefix("run-")
+            .and_then(|rest| rest.split('-').next())
             .is_some_and(|pid| !Path::new("/proc").join(pid).exists())
         {
             stale.push(path);

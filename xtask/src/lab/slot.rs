@@ -7,7 +7,8 @@ use anyhow::{Context, Result};
 
 use crate::workspace::say;
 
-const SLOTS: usize = 2;
+/// How many labs may run at once.
+pub(crate) const SLOTS: usize = 2;
 
 /// The right to run a lab; given back when dropped or when the process ends.
 pub(crate) struct Slot {
