@@ -6,6 +6,7 @@
 //! | `exec.rs`, `stdio.rs` | further processes; streams |
 //! | `checkpoint.rs`, `fork.rs` | a running container becomes an image; the image runs as forks |
 //! | `image.rs` | checkpoint images travel, and damaged ones are refused |
+//! | `odd_images.rs` | whiteouts, links, owners, names, many layers, users: as with runc |
 //! | `snapshotter.rs` | layers, usage, removal, restarts |
 //! | `errors.rs`, `crash.rs` | bad input; kill -9 of every process |
 //! | `examples.rs` | the examples do what they say |
@@ -21,6 +22,7 @@ mod examples;
 mod exec;
 mod fork;
 mod image;
+mod odd_images;
 mod pod;
 mod snapshotter;
 mod stdio;

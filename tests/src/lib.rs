@@ -8,6 +8,7 @@ pub mod container;
 pub mod images;
 pub mod leftovers;
 pub mod node;
+pub mod oci;
 pub mod private;
 pub mod session;
 mod signals;

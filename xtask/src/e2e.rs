@@ -1,7 +1,7 @@
 //! Runs the end-to-end tests in labs, as many at once as this machine takes: a few tests in each, so that they share the work
 //! and a lab that crashes costs little to repeat.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
+use crate::containerd::Release;
 use crate::lab::{self, Job, Repeat, quote};
 use crate::workspace::{Workspace, capture, say};
 use crate::{build, test::Summary};
@@ -34,24 +35,40 @@ pub(crate) fn program(ws: &Workspace, no_build: bool) -> Result<PathBuf> {
     Ok(programs.swap_remove(0).1)
 }
 
-/// Runs all tests whose name contains one of the filters, or all, and adds their results to `summary`.
-pub(crate) fn run(
-    ws: &Workspace,
-    program: PathBuf,
-    filters: &[String],
-    timeout: Duration,
-    summary: &mut Summary,
-) -> Result<()> {
-    let listed = capture(Command::new(&program).args(["--list", "--format=terse"]).args(filters))?;
+/// What is to be run.
+pub(crate) struct Suite {
+    /// The test program.
+    pub(crate) program: PathBuf,
+    /// The containerd in the labs.
+    pub(crate) containerd: Release,
+    /// Only tests whose name contains one of these; all, if empty.
+    pub(crate) filters: Vec<String>,
+    /// For all of it together.
+    pub(crate) timeout: Duration,
+}
+
+/// Runs the tests and adds their results to `summary`.
+pub(crate) fn run(ws: &Workspace, suite: &Suite, summary: &mut Summary) -> Result<()> {
+    let listed = capture(
+        Command::new(&suite.program)
+            .args(["--list", "--format=terse"])
+            .args(&suite.filters),
+    )?;
     let tests = listed_tests(&String::from_utf8_lossy(&listed));
-    ensure!(!tests.is_empty(), "no end-to-end test matches {}", filters.join(" "));
+    ensure!(
+        !tests.is_empty(),
+        "no end-to-end test matches {}",
+        suite.filters.join(" ")
+    );
+    let mut programs = suite.containerd.programs(ws)?;
+    programs.push((PROGRAM.to_owned(), suite.program.clone()));
     let labs = plan(&tests);
-    let deadline = Instant::now() + timeout;
+    let deadline = Instant::now() + suite.timeout;
     let next = AtomicUsize::new(0);
     let sum = Mutex::new(Summary::default());
     let work = || {
         while let Some(names) = labs.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let results = run_one(ws, &program, names, deadline);
+            let results = run_one(ws, &programs, names, deadline);
             sum.lock().unwrap_or_else(PoisonError::into_inner).merge(results);
         }
     };
@@ -70,7 +87,7 @@ pub(crate) fn run(
 }
 
 /// Runs these tests in a lab of their own.
-fn run_one(ws: &Workspace, program: &Path, names: &[String], deadline: Instant) -> Summary {
+fn run_one(ws: &Workspace, programs: &[(String, PathBuf)], names: &[String], deadline: Instant) -> Summary {
     let mut script = format!("exec {PROGRAM} --test-threads=1 --exact");
     for name in names {
         script.push(' ');
@@ -81,7 +98,7 @@ fn run_one(ws: &Workspace, program: &Path, names: &[String], deadline: Instant) 
         name: format!("test-{first}"),
         words: vec![script],
         timeout: deadline.saturating_duration_since(Instant::now()),
-        programs: vec![(PROGRAM.to_owned(), program.to_owned())],
+        programs: programs.to_vec(),
         repeat: Repeat::Always,
     };
     let mut results = Summary::default();

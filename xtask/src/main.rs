@@ -4,6 +4,7 @@ mod base;
 mod bench;
 mod build;
 mod check;
+mod containerd;
 mod cpio;
 mod demo;
 mod e2e;

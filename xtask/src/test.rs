@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::build::{self, cargo};
+use crate::containerd::Release;
+use crate::e2e::Suite;
 use crate::workspace::{Workspace, capture, say};
 use crate::{e2e, guest, images, setup};
 
@@ -193,7 +195,13 @@ fn end_to_end_tests(ws: &Workspace, summary: &mut Summary) -> Result<()> {
     const TIME_LIMIT: Duration = Duration::from_secs(50 * 60);
     guest::build(ws, None)?;
     images::build(ws)?;
-    e2e::run(ws, e2e::program(ws, false)?, &[], TIME_LIMIT, summary)
+    let suite = Suite {
+        program: e2e::program(ws, false)?,
+        containerd: Release::default(),
+        filters: Vec::new(),
+        timeout: TIME_LIMIT,
+    };
+    e2e::run(ws, &suite, summary)
 }
 
 #[cfg(test)]

@@ -15,6 +15,8 @@ use anyhow::{Context, Result};
 use clap::Subcommand;
 
 use self::payload::Contents;
+use crate::containerd::Release;
+use crate::e2e::Suite;
 use crate::workspace::{Workspace, list, make_dir, say};
 use crate::{base, build, e2e, guest, images, setup, test::Summary};
 
@@ -32,6 +34,9 @@ pub(crate) enum Command {
         /// Seconds after which the command is ended
         #[arg(long, default_value_t = 900, value_name = "S")]
         timeout: u64,
+        /// The containerd that it runs
+        #[arg(long, value_enum, default_value_t, value_name = "VERSION")]
+        containerd: Release,
         /// The command; a single word is given to a shell
         #[arg(last = true, required = true, value_name = "CMD")]
         words: Vec<String>,
@@ -50,6 +55,9 @@ pub(crate) enum Command {
         /// Seconds after which the tests are ended
         #[arg(long, default_value_t = 2400, value_name = "S")]
         timeout: u64,
+        /// The containerd that it runs
+        #[arg(long, value_enum, default_value_t, value_name = "VERSION")]
+        containerd: Release,
         /// Only tests whose name contains one of these
         #[arg(value_name = "FILTER")]
         filter: Vec<String>,
@@ -108,6 +116,7 @@ pub(crate) fn command(ws: &Workspace, command: Command) -> Result<ExitCode> {
         Command::Run {
             no_build,
             timeout,
+            containerd,
             words,
         } => {
             prepare(ws, no_build)?;
@@ -118,7 +127,7 @@ pub(crate) fn command(ws: &Workspace, command: Command) -> Result<ExitCode> {
                     name: "run".into(),
                     words,
                     timeout,
-                    programs: vec![],
+                    programs: containerd.programs(ws)?,
                     repeat: Repeat::BeforeJob,
                 },
             )?;
@@ -131,12 +140,19 @@ pub(crate) fn command(ws: &Workspace, command: Command) -> Result<ExitCode> {
         Command::Test {
             no_build,
             timeout,
+            containerd,
             filter,
         } => {
             prepare(ws, no_build)?;
             let program = e2e::program(ws, no_build)?;
             let mut summary = Summary::default();
-            e2e::run(ws, program, &filter, Duration::from_secs(timeout), &mut summary)?;
+            let suite = Suite {
+                program,
+                containerd,
+                filters: filter,
+                timeout: Duration::from_secs(timeout),
+            };
+            e2e::run(ws, &suite, &mut summary)?;
             Ok(summary.print())
         }
         Command::Down => down(ws),
