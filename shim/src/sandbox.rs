@@ -196,8 +196,7 @@ impl Sandbox {
         *self.slot() = Slot::Live(live.clone());
         self.publisher
             .publish(topics::TASK_CREATE_EVENT_TOPIC, &create_event(request, self.pid()));
-        self.spawn_waiter(&live, None, guest_init.clone());
-        self.spawn_oom_watch(&live, guest_init.container);
+        self.spawn_waiter(&live, None, guest_init);
         self.pid()
     }
 
@@ -311,7 +310,9 @@ impl Sandbox {
                 .await
                 .map_err(|e| launch::runtime(action, e))?;
         }
-        if !is_init {
+        if is_init {
+            self.spawn_oom_watch(live, record.guest.container.clone());
+        } else {
             self.spawn_waiter(live, record.id.clone(), record.guest.clone());
         }
         Ok(())
