@@ -120,6 +120,21 @@ fn a_fork_of_a_fork_remembers_both() -> Result<()> {
 }
 
 #[test]
+fn forks_of_a_parent_whose_output_nobody_wanted_are_heard() -> Result<()> {
+    let node = Node::shared();
+    let script = "n=0; while :; do n=$((n+1)); echo tick $n; echo tock $n >&2; sleep 0.2; done";
+    let container = node.sh(Runtime::Ramet, script).flag("--null-io").detach()?;
+    let image = CheckpointImage::of(node, &container)?;
+    let (mut fork, guard) = node.run(Runtime::Ramet, &image.name, &[]).session()?;
+    let first = fork.line(ANSWER)?;
+    ensure!(first.starts_with("tick "), "{first:?}");
+    fork.line(ANSWER)?;
+    ensure!(fork.stderr().contains("tock "), "{:?}", fork.stderr());
+    drop((fork, guard));
+    Ok(())
+}
+
+#[test]
 fn each_fork_has_its_own_identity() -> Result<()> {
     let node = Node::shared();
     let (_session, container) = counter(node)?;

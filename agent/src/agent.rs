@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use crate::container::Container;
 use crate::error::{AgentError, Result};
 use crate::process::Wanted;
 use crate::reaper::Reaper;
+use crate::renew::Steps;
 use crate::rootfs::{self, Rootfs};
 use crate::state::{ConnectionId, Hold};
 use crate::stdio::Port;
@@ -42,8 +43,6 @@ pub struct Agent {
     /// Grows with each Quiesce: tells connections of before a checkpoint from those after.
     epoch: AtomicU64,
     resolv_conf: Mutex<Vec<u8>>,
-    /// The guest is a fork: the kernel's boot id is that of its parent.
-    renewed: AtomicBool,
 }
 
 /// An id in use.
@@ -66,7 +65,6 @@ impl Default for Agent {
             held: watch::Sender::new(false),
             epoch: AtomicU64::new(0),
             resolv_conf: Mutex::default(),
-            renewed: AtomicBool::new(false),
         }
     }
 }
@@ -125,9 +123,7 @@ impl Agent {
 
     async fn make(&self, id: &str, bundle: PathBuf, wanted: Wanted) -> Result<Arc<Container>> {
         let container = Container::create(id.to_owned(), bundle, wanted, &self.reaper, self.held.subscribe()).await?;
-        if self.renewed.load(Ordering::Relaxed)
-            && let Err(error) = crate::renew::show_boot_id(container.init_pid()).await
-        {
+        if let Err(error) = crate::renew::show_boot_id(container.init_pid()).await {
             container.delete("").await?;
             return Err(error);
         }
@@ -292,7 +288,7 @@ impl Agent {
     ///
     /// # Errors
     /// When any step fails; then the guest must not go on.
-    pub async fn renew(&self, request: &RenewRequest) -> Result<u32> {
+    pub async fn renew(&self, request: &RenewRequest, steps: &mut Steps) -> Result<u32> {
         let _making = self.making.write().await;
         if !self.hold().is_held() {
             return Err(AgentError::Precondition("the guest is not quiesced".into()));
@@ -303,8 +299,7 @@ impl Agent {
             .ok_or_else(|| AgentError::Precondition(format!("container {:?} has ended", container.id())))?;
         let root = self.root_path(container.id());
         let pids = self.containers().iter().filter_map(|c| c.live_pid()).collect();
-        self.renewed.store(true, Ordering::Relaxed);
-        let closed = crate::renew::renew(request, init_pid, root.as_deref(), pids).await?;
+        let closed = crate::renew::renew(request, init_pid, root.as_deref(), pids, steps).await?;
         if let Some(network) = request.network.as_ref() {
             self.configure_network(network)?;
         }
@@ -313,6 +308,7 @@ impl Agent {
             port.drop_before(epoch);
         }
         *lock(&self.hold) = Hold::Renewed;
+        steps.done("network and streams");
         Ok(closed)
     }
 
@@ -380,7 +376,7 @@ mod tests {
     #[tokio::test]
     async fn a_guest_that_runs_is_not_renewed() {
         let agent = Agent::default();
-        let renewed = agent.renew(&RenewRequest::new()).await;
+        let renewed = agent.renew(&RenewRequest::new(), &mut Steps::default()).await;
         assert!(matches!(renewed, Err(AgentError::Precondition(_))));
     }
 

@@ -18,6 +18,33 @@ const ID_AT: usize = 4;
 /// TCP states: all but TIME_WAIT, CLOSE and LISTEN.
 const STATES: u32 = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
 
+/// Whether there may be any in the network namespace of a process: the kernel counts its TCP sockets that are not closed, listeners
+/// among them.
+///
+/// # Errors
+/// When the counts cannot be read.
+pub fn may_exist(pid: u32) -> Result<bool> {
+    for name in ["sockstat", "sockstat6"] {
+        let path = format!("/proc/{pid}/net/{name}");
+        match fs::read_to_string(&path) {
+            Ok(text) if counts_none(&text) => {}
+            Ok(_) => return Ok(true),
+            // A kernel without IPv6.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && name == "sockstat6" => {}
+            Err(error) => return Err(AgentError::io(format!("read {path}"), error)),
+        }
+    }
+    Ok(false)
+}
+
+/// `TCP: inuse 0 …`. What is not understood may be a connection.
+fn counts_none(text: &str) -> bool {
+    let counts = text
+        .lines()
+        .find_map(|line| line.strip_prefix("TCP: ").or_else(|| line.strip_prefix("TCP6: ")));
+    counts.is_some_and(|counts| counts.split_whitespace().take(2).eq(["inuse", "0"]))
+}
+
 /// Kills all in the network namespace of the calling thread. Returns how many there were.
 ///
 /// # Errors
@@ -149,6 +176,26 @@ mod tests {
             "mapped loopback"
         );
         assert!(!is_connection("  sl  local_address rem_address   st"));
+    }
+
+    #[test]
+    fn only_a_count_of_zero_means_that_there_are_none() {
+        let four = |inuse: &str| {
+            format!("sockets: used 9\nTCP: inuse {inuse} orphan 0 tw 0 alloc 3 mem 0\nUDP: inuse 2 mem 0\n")
+        };
+        assert!(counts_none(&four("0")));
+        assert!(!counts_none(&four("1")));
+        assert!(!counts_none(&four("01")));
+        assert!(counts_none("TCP6: inuse 0\nUDP6: inuse 1\n"));
+        assert!(!counts_none("TCP6: inuse 7\n"));
+        assert!(!counts_none(""));
+        assert!(!counts_none("TCP: orphan 0"));
+    }
+
+    #[test]
+    fn a_socket_that_listens_is_counted() {
+        let _listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        assert!(may_exist(std::process::id()).expect("our own counts"));
     }
 
     #[test]

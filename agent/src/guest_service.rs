@@ -3,14 +3,17 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use protocol::containerd::protobuf::Enum;
 use protocol::guest;
 use protocol::guest_ttrpc::Guest;
 use ttrpc::asynchronous::TtrpcContext;
 
 use crate::agent::Agent;
 use crate::error::AgentError;
+use crate::renew::Steps;
 use crate::server::detached;
 use crate::state::ConnectionId;
+use crate::task_service::task_status;
 
 /// The Guest service as seen by one connection.
 pub struct GuestService {
@@ -87,9 +90,22 @@ impl Guest for GuestService {
 
     async fn renew(&self, _: &TtrpcContext, request: guest::RenewRequest) -> ttrpc::Result<guest::RenewResponse> {
         let agent = self.agent.clone();
-        let closed_connections = detached(async move { agent.renew(&request).await }).await?;
+        let (closed_connections, steps, status) = detached(async move {
+            let mut steps = Steps::default();
+            let closed = agent.renew(&request, &mut steps).await?;
+            let status = agent.container(&request.container_id)?.state("")?.status;
+            Ok((closed, steps, task_status(status)))
+        })
+        .await?;
+        let steps = steps.iter().map(|(name, elapsed)| guest::RenewStep {
+            name: name.to_owned(),
+            elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
+            ..Default::default()
+        });
         Ok(guest::RenewResponse {
             closed_connections,
+            steps: steps.collect(),
+            container_status: u32::try_from(status.value()).unwrap_or_default(),
             ..Default::default()
         })
     }

@@ -14,7 +14,7 @@ use crate::runtime::ChildStreams;
 use crate::state::Status;
 use crate::stdio::{Direction, Port};
 
-/// Which streams a process has; one that is not wanted is /dev/null.
+/// Which streams a process has. Without stdin it reads /dev/null; other output is thrown away, but a fork may want it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// It has a terminal; then stderr is not used.
@@ -146,8 +146,9 @@ impl Streams {
                 terminal: wanted.terminal,
             },
         );
-        let (stdout, stdout_end) = make(wanted.stdout, Direction::Output);
-        let (stderr, stderr_end) = make(wanted.stderr && !wanted.terminal, Direction::Output);
+        let output = |wanted: bool| Direction::Output { discard: !wanted };
+        let (stdout, stdout_end) = make(true, output(wanted.stdout));
+        let (stderr, stderr_end) = make(!wanted.terminal, output(wanted.stderr));
         let ends = Ends {
             stdin: stdin_end,
             stdout: stdout_end,
@@ -199,15 +200,13 @@ pub fn pipes(wanted: Wanted) -> Result<(ChildStreams, Pipes)> {
         child.stdin = Some(reader);
         ours.stdin = Some(Fd::new(writer).map_err(failed)?);
     }
-    for (wanted, theirs, ours) in [
-        (wanted.stdout, &mut child.stdout, &mut ours.stdout),
-        (wanted.stderr, &mut child.stderr, &mut ours.stderr),
+    for (theirs, ours) in [
+        (&mut child.stdout, &mut ours.stdout),
+        (&mut child.stderr, &mut ours.stderr),
     ] {
-        if wanted {
-            let (reader, writer) = pipe()?;
-            *theirs = Some(writer);
-            *ours = Some(Fd::new(reader).map_err(failed)?);
-        }
+        let (reader, writer) = pipe()?;
+        *theirs = Some(writer);
+        *ours = Some(Fd::new(reader).map_err(failed)?);
     }
     Ok((child, ours))
 }

@@ -7,10 +7,9 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use nix::mount::{MntFlags, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
-use nix::sys::statfs::{PROC_SUPER_MAGIC, statfs};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_settime};
 use protocol::guest::RenewRequest;
@@ -32,12 +31,48 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// Where the agent keeps the boot id that containers see.
 const OUR_BOOT_ID: &str = "/run/ramet/boot_id";
 
+/// How long each step took.
+#[derive(Debug)]
+pub struct Steps {
+    since: Instant,
+    done: Vec<(&'static str, Duration)>,
+}
+
+impl Default for Steps {
+    fn default() -> Self {
+        Self {
+            since: Instant::now(),
+            done: Vec::new(),
+        }
+    }
+}
+
+impl Steps {
+    /// Ends a step, and begins the next.
+    pub fn done(&mut self, name: &'static str) {
+        let now = Instant::now();
+        self.done.push((name, now - self.since));
+        self.since = now;
+    }
+
+    /// Name and duration of each.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, Duration)> {
+        self.done.iter().copied()
+    }
+}
+
 /// Renews the guest. `init_pid` is the container that becomes the fork, `root` its root filesystem as the agent mounted it, `pids`
 /// the init of every container. Returns how many connections were killed.
 ///
 /// # Errors
 /// When any step fails.
-pub async fn renew(request: &RenewRequest, init_pid: u32, root: Option<&Path>, pids: Vec<u32>) -> Result<u32> {
+pub async fn renew(
+    request: &RenewRequest,
+    init_pid: u32,
+    root: Option<&Path>,
+    pids: Vec<u32>,
+    steps: &mut Steps,
+) -> Result<u32> {
     check(request)?;
     reseed(&request.entropy).map_err(|error| AgentError::io("reseed the random number generator", error))?;
     set_clock(request.realtime_ns)?;
@@ -45,15 +80,14 @@ pub async fn renew(request: &RenewRequest, init_pid: u32, root: Option<&Path>, p
         nix::unistd::sethostname(&request.hostname)
             .map_err(|error| AgentError::io("set the guest's hostname", error))?;
     }
-    fs::write(OUR_BOOT_ID, format!("{}\n", request.boot_id))
-        .map_err(|error| AgentError::io(format!("write {OUR_BOOT_ID}"), error))?;
-    let inside = Inside {
-        init_pid,
-        pids,
-        hostname: request.hostname.clone(),
-    };
-    let closed = on_a_thread(move || inside.run()).await?;
+    write_boot_id(&request.boot_id)?;
+    steps.done("guest");
+    let closed = kill_connections(&pids).await?;
+    steps.done("connections");
+    set_hostname_of(init_pid, &request.hostname)?;
+    steps.done("hostname");
     write_files(request, init_pid, root)?;
+    steps.done("files");
     Ok(closed)
 }
 
@@ -93,11 +127,29 @@ fn set_clock(realtime_ns: i64) -> Result<()> {
     clock_settime(ClockId::CLOCK_REALTIME, time).map_err(|error| AgentError::io("set the clock", error))
 }
 
-/// What is done inside the containers' namespaces.
-struct Inside {
-    init_pid: u32,
-    pids: Vec<u32>,
-    hostname: String,
+/// Kills the parent's connections in the agent's network namespace and those of the containers. Returns how many there were.
+async fn kill_connections(pids: &[u32]) -> Result<u32> {
+    let mut seen = BTreeSet::new();
+    let mut busy = Vec::new();
+    for pid in std::iter::once(std::process::id()).chain(pids.iter().copied()) {
+        // Most namespaces have none. To ask for them in there takes a thread, and the kernel module for it.
+        if seen.insert(namespace_id(pid, "net")?) && crate::connections::may_exist(pid)? {
+            busy.push(open_namespace(pid, "net")?);
+        }
+    }
+    if busy.is_empty() {
+        return Ok(0);
+    }
+    on_a_thread(move || {
+        let mut closed = 0;
+        for namespace in busy {
+            setns(namespace, CloneFlags::CLONE_NEWNET)
+                .map_err(|error| AgentError::io("enter a network namespace", error))?;
+            closed += crate::connections::kill_all()?;
+        }
+        Ok(closed)
+    })
+    .await
 }
 
 /// Does work on a thread of its own, which ends with its namespaces.
@@ -115,70 +167,57 @@ async fn on_a_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send 
         .map_err(|_| AgentError::Runtime("renew inside the containers broke off".into()))?
 }
 
-impl Inside {
-    fn run(&self) -> Result<u32> {
-        unshare(CloneFlags::CLONE_FS).map_err(|error| AgentError::io("leave the agent's working directory", error))?;
-        let mut closed = 0;
-        let mut seen = BTreeSet::new();
-        let own = [std::process::id()];
-        for &pid in own.iter().chain(&self.pids) {
-            if seen.insert(namespace_id(pid, "net")?) {
-                enter(pid, "net", CloneFlags::CLONE_NEWNET)?;
-                closed += crate::connections::kill_all()?;
-            }
-        }
-        if !self.hostname.is_empty() && namespace_id(self.init_pid, "uts")? != namespace_id(own[0], "uts")? {
-            enter(self.init_pid, "uts", CloneFlags::CLONE_NEWUTS)?;
-            nix::unistd::sethostname(&self.hostname).map_err(|error| AgentError::io("set the hostname", error))?;
-        }
-        show_boot_id_in(&self.pids)?;
-        Ok(closed)
+/// Sets the hostname that the processes of `pid`'s UTS namespace see.
+fn set_hostname_of(pid: u32, hostname: &str) -> Result<()> {
+    let own = std::process::id();
+    if hostname.is_empty() || namespace_id(pid, "uts")? == namespace_id(own, "uts")? {
+        return Ok(());
     }
+    let (home, theirs) = (open_namespace(own, "uts")?, open_namespace(pid, "uts")?);
+    // This thread is back before anything else runs on it.
+    setns(theirs, CloneFlags::CLONE_NEWUTS).map_err(|error| AgentError::io("enter a UTS namespace", error))?;
+    let set = nix::unistd::sethostname(hostname);
+    setns(home, CloneFlags::CLONE_NEWUTS).map_err(|error| AgentError::io("leave a UTS namespace", error))?;
+    set.map_err(|error| AgentError::io("set the hostname", error))
 }
 
-/// Shows a container that is made after a renewal the new boot id, not the kernel's, which is the parent's.
+/// Shows a new container our boot id in the place of the kernel's, which a fork shares with its parent. To renew it is then to write
+/// a file.
 ///
 /// # Errors
-/// When its mounts cannot be changed.
+/// When the container's mounts cannot be changed.
 pub async fn show_boot_id(pid: u32) -> Result<()> {
+    if !Path::new(OUR_BOOT_ID).exists() {
+        let boot_id = fs::read_to_string(BOOT_ID).map_err(|error| AgentError::io(format!("read {BOOT_ID}"), error))?;
+        write_boot_id(boot_id.trim())?;
+    }
+    let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
+        .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
+    let namespace = open_namespace(pid, "mnt")?;
     on_a_thread(move || {
         unshare(CloneFlags::CLONE_FS).map_err(|error| AgentError::io("leave the agent's working directory", error))?;
-        show_boot_id_in(&[pid])
+        setns(namespace, CloneFlags::CLONE_NEWNS).map_err(|error| AgentError::io("enter a mount namespace", error))?;
+        cover_boot_id(&tree).map_err(|error| AgentError::io(format!("mount over {BOOT_ID}"), error))
     })
     .await
 }
 
-/// Mounts our boot id in each of these processes' mount namespaces.
-fn show_boot_id_in(pids: &[u32]) -> Result<()> {
-    let mut seen = BTreeSet::new();
-    let mut inside = Vec::new();
-    for &pid in pids {
-        if seen.insert(namespace_id(pid, "mnt")?) {
-            // All before the first is entered: what is in there is not ours.
-            let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
-                .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
-            inside.push((open_namespace(pid, "mnt")?, tree));
-        }
+/// In place: the file is mounted in containers.
+fn write_boot_id(boot_id: &str) -> Result<()> {
+    let failed = |error| AgentError::io(format!("write {OUR_BOOT_ID}"), error);
+    if let Some(parent) = Path::new(OUR_BOOT_ID).parent() {
+        fs::create_dir_all(parent).map_err(failed)?;
     }
-    for (namespace, tree) in inside {
-        setns(namespace, CloneFlags::CLONE_NEWNS).map_err(|error| AgentError::io("enter a mount namespace", error))?;
-        cover_boot_id(&tree).map_err(|error| AgentError::io(format!("mount over {BOOT_ID}"), error))?;
-    }
-    Ok(())
+    fs::write(OUR_BOOT_ID, format!("{boot_id}\n")).map_err(failed)
 }
 
-/// Mounts our boot id over the kernel's, in the place of the one of an earlier fork. A container without /proc sees none.
+/// Mounts our boot id over the kernel's. A container without /proc sees none.
 fn cover_boot_id(tree: &std::os::fd::OwnedFd) -> io::Result<()> {
-    let target = Path::new(BOOT_ID);
-    match statfs(target) {
-        Ok(found) if found.filesystem_type() != PROC_SUPER_MAGIC => {
-            umount2(target, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
-        }
-        Ok(_) => {}
-        Err(nix::Error::ENOENT | nix::Error::ENOTDIR) => return Ok(()),
-        Err(error) => return Err(error.into()),
+    match fs::metadata(BOOT_ID) {
+        Ok(_) => crate::sys::attach_tree(tree, Path::new(BOOT_ID)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(()),
+        Err(error) => Err(error),
     }
-    crate::sys::attach_tree(tree, target)
 }
 
 fn namespace_path(pid: u32, kind: &str) -> PathBuf {
@@ -196,11 +235,6 @@ fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
 fn open_namespace(pid: u32, kind: &str) -> Result<File> {
     let path = namespace_path(pid, kind);
     File::open(&path).map_err(|error| AgentError::io(format!("open {}", path.display()), error))
-}
-
-fn enter(pid: u32, kind: &str, flag: CloneFlags) -> Result<()> {
-    let namespace = open_namespace(pid, kind)?;
-    setns(namespace, flag).map_err(|error| AgentError::io(format!("enter the {kind} namespace of {pid}"), error))
 }
 
 fn write_files(request: &RenewRequest, init_pid: u32, root: Option<&Path>) -> Result<()> {

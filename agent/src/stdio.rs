@@ -55,7 +55,16 @@ pub enum Direction {
         terminal: bool,
     },
     /// Process to host.
-    Output,
+    Output {
+        /// What comes before the first connection is thrown away: nobody will ask for it.
+        discard: bool,
+    },
+}
+
+impl Direction {
+    fn is_output(self) -> bool {
+        matches!(self, Self::Output { .. })
+    }
 }
 
 impl Port {
@@ -74,6 +83,7 @@ impl Port {
             pending: VecDeque::new(),
             flush: None,
             close: false,
+            discard: matches!(direction, Direction::Output { discard: true }),
         };
         tokio::spawn(pump.run(direction, source));
         (
@@ -127,6 +137,8 @@ struct Pump {
     pending: VecDeque<u8>,
     flush: Option<oneshot::Sender<()>>,
     close: bool,
+    /// See [`Direction::Output`].
+    discard: bool,
 }
 
 impl Pump {
@@ -144,7 +156,7 @@ impl Pump {
             self.flush = None;
         };
         match (direction, end) {
-            (Direction::Output, Some(end)) => self.output(end).await,
+            (Direction::Output { .. }, Some(end)) => self.output(end).await,
             (Direction::Input { terminal }, Some(end)) => self.input(end, terminal).await,
             (_, None) => {}
         }
@@ -156,7 +168,8 @@ impl Pump {
             Command::Attach(connection, early, epoch) => {
                 self.connection = Some(connection);
                 self.epoch = epoch;
-                if direction != Direction::Output {
+                self.discard = false;
+                if !direction.is_output() {
                     self.pending.extend(early);
                 }
             }
@@ -164,7 +177,7 @@ impl Pump {
             Command::CloseInput => self.close = true,
             Command::DropBefore(epoch) if self.epoch < epoch => {
                 self.connection = None;
-                if direction != Direction::Output {
+                if !direction.is_output() {
                     // Input of the parent that its process had no room for yet.
                     self.pending.clear();
                     self.close = false;
@@ -188,6 +201,13 @@ impl Pump {
         self.report(false);
     }
 
+    /// Output of the process, on its way.
+    fn take(&mut self, bytes: &[u8]) {
+        if !self.discard {
+            self.pending.extend(bytes);
+        }
+    }
+
     fn is_held(&self) -> bool {
         *self.held.borrow()
     }
@@ -204,9 +224,10 @@ impl Pump {
                     return;
                 }
                 if let Some(flush) = self.flush.take() {
-                    match self.connection.as_ref().map(|_| end.try_read(&mut buffer)) {
+                    let wanted = self.connection.is_some() || self.discard;
+                    match wanted.then(|| end.try_read(&mut buffer)) {
                         Some(Ok(Some(count))) if count > 0 => {
-                            self.pending.extend(buffer.get(..count).unwrap_or_default());
+                            self.take(buffer.get(..count).unwrap_or_default());
                             self.flush = Some(flush);
                         }
                         Some(Ok(Some(_)) | Err(_)) => closed = true,
@@ -222,6 +243,7 @@ impl Pump {
             }
             let moving = !self.is_held() || self.flush.is_some();
             let connected = self.connection.is_some();
+            let wanted = connected || self.discard;
             tokio::select! {
                 written = write_some(self.connection.as_ref(), &self.pending), if moving && connected && !self.pending.is_empty() => {
                     match written {
@@ -229,9 +251,9 @@ impl Pump {
                         Err(_) => self.disconnect(),
                     }
                 }
-                read = end.read(&mut buffer), if moving && connected && self.pending.is_empty() => match read {
+                read = end.read(&mut buffer), if moving && wanted && self.pending.is_empty() => match read {
                     Ok(0) => closed = true,
-                    Ok(count) => self.pending.extend(buffer.get(..count).unwrap_or_default()),
+                    Ok(count) => self.take(buffer.get(..count).unwrap_or_default()),
                     // EIO: the last holder of the terminal is gone.
                     Err(_) => closed = true,
                 },
@@ -242,7 +264,7 @@ impl Pump {
                 },
                 command = self.commands.recv() => match command {
                     Some(command) => {
-                        self.handle(command, Direction::Output);
+                        self.handle(command, Direction::Output { discard: false });
                         peer_talks = true;
                     }
                     None => return,
@@ -299,7 +321,7 @@ impl Pump {
         loop {
             self.flush = None;
             if let Some(connection) = self.connection.take()
-                && direction == Direction::Output
+                && direction.is_output()
             {
                 connection.shutdown_write();
                 tokio::spawn(linger(connection));
@@ -363,7 +385,7 @@ mod tests {
     fn output(held: bool) -> (Port, std::io::PipeWriter, watch::Sender<bool>) {
         let (reader, writer) = pipe();
         let (hold, held) = watch::channel(held);
-        let (port, end) = Port::new(Direction::Output, held);
+        let (port, end) = Port::new(Direction::Output { discard: false }, held);
         end.send(Fd::new(reader.into()).expect("a pipe"))
             .expect("the pump waits");
         (port, writer, hold)
@@ -376,6 +398,31 @@ mod tests {
         end.send(Fd::new(writer.into()).expect("a pipe"))
             .expect("the pump waits");
         (port, reader, hold)
+    }
+
+    #[tokio::test]
+    async fn what_nobody_asked_for_is_thrown_away_until_somebody_does() {
+        let (reader, mut writer) = pipe();
+        let (_hold, held) = watch::channel(false);
+        let (port, end) = Port::new(Direction::Output { discard: true }, held);
+        end.send(Fd::new(reader.into()).expect("a pipe"))
+            .expect("the pump waits");
+        let mut writer = blocking(move || {
+            writer.write_all(&[b'x'; 1 << 20]).expect("more than the pipe holds");
+            writer
+        })
+        .await;
+        port.flush().await;
+        let (mut host, guest) = connection();
+        port.attach(guest, Vec::new(), 0);
+        let text = blocking(move || {
+            writer.write_all(b"heard").expect("room");
+            drop(writer);
+            let mut text = String::new();
+            host.read_to_string(&mut text).expect("text");
+            text
+        });
+        assert_eq!(text.await, "heard");
     }
 
     #[tokio::test]

@@ -241,7 +241,8 @@ fn exec_spec(spec: &MessageField<Any>) -> Result<String> {
     String::from_utf8(json.to_vec()).map_err(|error| invalid(&error))
 }
 
-fn task_status(status: Status) -> TaskStatus {
+/// The word of containerd for it.
+pub fn task_status(status: Status) -> TaskStatus {
     match status {
         Status::Created => TaskStatus::CREATED,
         Status::Running => TaskStatus::RUNNING,

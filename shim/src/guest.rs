@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use protocol::containerd::api::{
     CloseIORequest, CreateTaskRequest, DeleteRequest, ExecProcessRequest, KillRequest, PauseRequest, PidsRequest,
-    ResizePtyRequest, ResumeRequest, StartRequest, StateRequest, StateResponse, StatsRequest, UpdateTaskRequest,
-    WaitRequest, WaitResponse,
+    ResizePtyRequest, ResumeRequest, StartRequest, StateRequest, StateResponse, StatsRequest, Status,
+    UpdateTaskRequest, WaitRequest, WaitResponse,
 };
+use protocol::containerd::protobuf::Enum;
 use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::shim_async::{Client, TaskClient};
 use protocol::containerd::ttrpc;
@@ -17,6 +18,7 @@ use protocol::guest::{
 };
 use protocol::guest_ttrpc::GuestClient;
 use tokio::net::UnixStream;
+use tracing::debug;
 use ttrpc::Code;
 use ttrpc::asynchronous::transport::Socket;
 use ttrpc::context::{Context, with_duration};
@@ -150,10 +152,23 @@ impl Guest {
         Ok(())
     }
 
-    /// Gives a restored guest its identity.
-    pub async fn renew(&self, request: &RenewRequest) -> Result<()> {
-        self.guest.renew(with_duration(WORK), request).await?;
-        Ok(())
+    /// Gives a restored guest its identity. Answers the status of the container's init.
+    pub async fn renew(&self, request: &RenewRequest) -> Result<Status> {
+        let response = self.guest.renew(with_duration(WORK), request).await?;
+        for step in &response.steps {
+            debug!(us = step.elapsed_us, "renew: {:?}", step.name);
+        }
+        let told = i32::try_from(response.container_status).ok().and_then(Status::from_i32);
+        if let Some(status) = told.filter(|status| *status != Status::UNKNOWN) {
+            return Ok(status);
+        }
+        // An older agent does not tell.
+        let init = GuestProcess {
+            container: request.container_id.clone(),
+            exec: String::new(),
+        };
+        let state = self.state(&init).await?;
+        Ok(state.status.enum_value_or_default())
     }
 
     /// Waits until the container was hit by the OOM killer more often than `seen`.

@@ -244,17 +244,13 @@ impl Launch<'_> {
         self.vm.request(Request::Resume, Vec::new()).await?;
         let guest = Guest::new(self.vm.connect(protocol::ports::RPC).await?);
         let restored = begun.elapsed();
-        while_alive(self.vm, guest.renew(&renewal)).await?;
+        let status = while_alive(self.vm, guest.renew(&renewal)).await?;
         info!(checkpoint = manifest.id.as_str(), ?mode, ?restored, renewed = ?begun.elapsed(), "fork renewed");
         let exec_prefix = format!("{}-", manifest.id.as_str().get(..8).unwrap_or_default());
         let parent_init = guest_process(&parent.guest_id);
-        let mut resume_after_thaw = false;
+        let resume_after_thaw = mode == ForkMode::Resume && status == Status::PAUSED;
         let init = match mode {
-            ForkMode::Resume => {
-                let state = while_alive(self.vm, guest.state(&parent_init)).await?;
-                resume_after_thaw = state.status.enum_value() == Ok(Status::PAUSED);
-                parent_init.clone()
-            }
+            ForkMode::Resume => parent_init.clone(),
             ForkMode::Exec => {
                 self.register_exec(&guest, &parent_init.container, &format!("{exec_prefix}init"))
                     .await?

@@ -8,23 +8,33 @@ use checkpoint::layers::LayerImage;
 use checkpoint::manifest::{CheckpointManifest, ContainerInfo};
 use checkpoint::pack;
 use checkpoint::rootfs::RootfsDescription;
+use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::sys::time::TimeValLike;
 use nix::time::{ClockId, clock_gettime};
+use nix::unistd::linkat;
 use oci_spec::runtime::Spec;
 use protocol::guest::RenewRequest;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
-use vmm::control::{DiskConfig, RestoreRequest};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use tracing::debug;
+use vmm::control::{DiskConfig, Request, RestoreRequest};
 
 use crate::boot::open_console;
 use crate::disks::{FdList, READ_ONLY, WritableDisk, read_only_config};
 use crate::error::{Error, Result, chain};
 use crate::spec;
+use crate::vm::Vm;
 
 /// Annotation: how a fork goes on; overrides the comparison of args.
 pub const FORK: &str = "io.ramet.fork";
+
+/// File in a checkpoint's directory: the pages that forks change before they go on. Made by the first fork on this node, not part of
+/// the checkpoint.
+const TOUCHED: &str = "touched";
 
 /// How the processes of a fork go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,6 +152,10 @@ pub fn request(
         disks.push(disk.config(&mut fds)?);
     }
     let console = fds.push(open_console(console)?);
+    // Only a hint, and no earlier fork may have left one.
+    let touched = File::open(checkpoint.directory.join(TOUCHED))
+        .ok()
+        .map(|file| fds.push(file));
     let id = checkpoint.manifest.id.clone();
     Ok((
         RestoreRequest {
@@ -152,9 +166,37 @@ pub fn request(
             disks,
             nets: Vec::new(),
             console,
+            touched,
         },
         fds,
     ))
+}
+
+/// Has a fork that goes on write down which pages it changed, for those after it, unless that was done. Whatever fails, they are
+/// only slower.
+pub async fn note_touched(vm: &dyn Vm, directory: &Path) {
+    if directory.join(TOUCHED).exists() {
+        return;
+    }
+    let noted = async {
+        // Without a name until it is whole, so that nothing of it stays if we are killed.
+        let file = File::options()
+            .write(true)
+            .custom_flags(libc::O_TMPFILE)
+            .mode(0o600)
+            .open(directory)
+            .map_err(Error::file("make a file in", directory))?;
+        let copy = file.try_clone().map_err(Error::file("open a file in", directory))?;
+        vm.request(Request::Touched { file: 0 }, vec![copy.into()]).await?;
+        let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let name = directory.join(TOUCHED);
+        linkat(AT_FDCWD, unnamed.as_str(), AT_FDCWD, &name, AtFlags::AT_SYMLINK_FOLLOW)
+            .map_err(|e| Error::file("name", name)(e.into()))?;
+        Ok::<_, Error>(())
+    };
+    if let Err(error) = noted.await {
+        debug!(error = error.text(), "the pages that forks change are not noted");
+    }
 }
 
 /// What a fork can read about itself in `/run/ramet/fork.json`.

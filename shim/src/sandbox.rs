@@ -24,7 +24,7 @@ use crate::events::{Publisher, timestamp};
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
 use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
-use crate::restore::ForkMode;
+use crate::restore::{self, ForkMode};
 use crate::rootfs;
 use crate::state_dir;
 use crate::stdio::StdioPaths;
@@ -196,8 +196,7 @@ impl Sandbox {
         *self.slot() = Slot::Live(live.clone());
         self.publisher
             .publish(topics::TASK_CREATE_EVENT_TOPIC, &create_event(request, self.pid()));
-        self.spawn_waiter(&live, None, guest_init.clone());
-        self.spawn_oom_watch(&live, guest_init.container);
+        self.spawn_waiter(&live, None, guest_init);
         self.pid()
     }
 
@@ -311,10 +310,27 @@ impl Sandbox {
                 .await
                 .map_err(|e| launch::runtime(action, e))?;
         }
-        if !is_init {
+        if is_init {
+            self.spawn_oom_watch(live, record.guest.container.clone());
+            self.spawn_note(live);
+        } else {
             self.spawn_waiter(live, record.id.clone(), record.guest.clone());
         }
         Ok(())
+    }
+
+    /// Notes for later forks of the same checkpoint what this one changed on its way.
+    fn spawn_note(self: &Arc<Self>, live: &Arc<Live>) {
+        let (sandbox, live) = (self.clone(), live.clone());
+        if live.container.fork.is_none() {
+            return;
+        }
+        tokio::spawn(async move {
+            let directory = live.machine.lock().await.base_directories.last().cloned();
+            if let (Some(directory), Ok(vm)) = (directory, sandbox.vm()) {
+                restore::note_touched(vm.as_ref(), &directory).await;
+            }
+        });
     }
 
     /// Registers an exec.

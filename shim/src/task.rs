@@ -59,21 +59,40 @@ impl Process {
     /// A stream cannot be opened or attached.
     pub async fn attach(&self, vm: &dyn Vm, lenient: bool) -> Result<(), StdioError> {
         let paths = &self.stdio;
-        let outputs = [
-            Some((StreamKind::Stdout, "stdout", &paths.stdout)),
-            (!paths.terminal).then_some((StreamKind::Stderr, "stderr", &paths.stderr)),
-        ];
-        for (kind, what, uri) in outputs.into_iter().flatten() {
-            // A stream that goes nowhere is read, too, lest the process wait for room in its pipe.
-            if uri.is_empty() && !lenient {
-                continue;
+        let stderr = async {
+            match paths.terminal {
+                true => Ok(()),
+                false => {
+                    self.attach_output(vm, (StreamKind::Stderr, "stderr", &paths.stderr), lenient)
+                        .await
+                }
             }
-            let sink = Sink::open(what, uri)?;
-            if let Some(stream) = self.attach_one(vm, kind, what, lenient).await? {
-                self.copies.add_output(kind, stream, sink);
-            }
+        };
+        let stdout = self.attach_output(vm, (StreamKind::Stdout, "stdout", &paths.stdout), lenient);
+        // Each is a round trip to the guest.
+        let attached = tokio::join!(stdout, stderr, self.attach_input(vm, lenient));
+        attached.0.and(attached.1).and(attached.2)
+    }
+
+    async fn attach_output(
+        &self,
+        vm: &dyn Vm,
+        (kind, what, uri): (StreamKind, &'static str, &str),
+        lenient: bool,
+    ) -> Result<(), StdioError> {
+        // A stream that goes nowhere is read, too, lest the process wait for room in its pipe.
+        if uri.is_empty() && !lenient {
+            return Ok(());
         }
-        if let Some(source) = Source::open(&paths.stdin)?
+        let sink = Sink::open(what, uri)?;
+        if let Some(stream) = self.attach_one(vm, kind, what, lenient).await? {
+            self.copies.add_output(kind, stream, sink);
+        }
+        Ok(())
+    }
+
+    async fn attach_input(&self, vm: &dyn Vm, lenient: bool) -> Result<(), StdioError> {
+        if let Some(source) = Source::open(&self.stdio.stdin)?
             && let Some(stream) = self.attach_one(vm, StreamKind::Stdin, "stdin", lenient).await?
         {
             self.copies.set_input(source, stream);

@@ -53,6 +53,11 @@ pub enum Request {
     },
     /// Counters of this VM.
     Stats,
+    /// Writes down which pages of its checkpoint this fork has changed so far, for [`RestoreRequest::touched`] of the next.
+    Touched {
+        /// An empty file.
+        file: FdIndex,
+    },
     /// Ends the machine and the process.
     Stop,
 }
@@ -109,6 +114,9 @@ pub struct RestoreRequest {
     pub nets: Vec<NetConfig>,
     /// Where the serial console is written (append).
     pub console: FdIndex,
+    /// What [`Request::Touched`] wrote for an earlier fork of this checkpoint: these pages are brought in at once.
+    #[serde(default)]
+    pub touched: Option<FdIndex>,
 }
 
 /// A block device and what is behind it.

@@ -25,5 +25,6 @@ pub mod service;
 pub mod state;
 #[expect(unsafe_code, reason = "system calls that no library wraps")]
 mod sys;
+mod touched;
 pub mod vcpu;
 pub mod vm;

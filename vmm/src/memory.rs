@@ -52,11 +52,18 @@ pub struct GuestMemory {
 }
 
 /// A piece of guest memory within one region.
-struct Piece<'a> {
-    region: &'a GuestRegionMmap<()>,
+pub(crate) struct Piece<'a> {
+    pub(crate) region: &'a GuestRegionMmap<()>,
     /// Pages from the start of the region.
-    offset: u64,
-    pages: u64,
+    pub(crate) offset: u64,
+    pub(crate) pages: u64,
+}
+
+impl Piece<'_> {
+    /// Where the guest sees it.
+    pub(crate) fn guest_address(&self) -> u64 {
+        self.region.start_addr().0 + self.offset * PAGE_SIZE
+    }
 }
 
 impl GuestMemory {
@@ -192,7 +199,7 @@ impl GuestMemory {
     }
 
     /// The pieces of a range of pages, in order.
-    fn pieces(&self, pages: Range<u64>) -> Vec<Piece<'_>> {
+    pub(crate) fn pieces(&self, pages: Range<u64>) -> Vec<Piece<'_>> {
         let mut first = 0;
         let mut pieces = Vec::new();
         for region in self.map.iter() {

@@ -95,7 +95,7 @@ const SERVICE: [i64; 45] = [
 
 /// ioctls of the main thread, by type and number (the low 16 bits of the request): what makes, saves and restores a VM, two settings of
 /// a tap, and the scan of a pagemap.
-const SERVICE_IOCTLS: [u64; 40] = [
+const SERVICE_IOCTLS: [u64; 41] = [
     0xae01, // KVM_CREATE_VM
     0xae03, // KVM_CHECK_EXTENSION
     0xae04, // KVM_GET_VCPU_MMAP_SIZE
@@ -133,6 +133,7 @@ const SERVICE_IOCTLS: [u64; 40] = [
     0xaea6, // KVM_GET_XCRS
     0xaea7, // KVM_SET_XCRS
     0xaead, // KVM_KVMCLOCK_CTRL
+    0xaed5, // KVM_PRE_FAULT_MEMORY
     0x54d0, // TUNSETOFFLOAD
     0x54d8, // TUNSETVNETHDRSZ
     0x6610, // PAGEMAP_SCAN

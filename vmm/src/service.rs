@@ -20,6 +20,7 @@ use crate::devices::virtio::{
 };
 use crate::save::{PendingSave, SaveError, SaveTargets};
 use crate::state::MachineState;
+use crate::touched::Touched;
 use crate::vm::{BootConfig, Host, Machine, RestoreConfig, VmError, Wiring};
 
 /// The control loop cannot go on.
@@ -289,6 +290,13 @@ impl Service {
                 let machine = self.machine.as_ref().ok_or(RequestError::State(NO_MACHINE))?;
                 return Ok(Reply::Stats(machine.stats(&self.host)?));
             }
+            Request::Touched { file } => {
+                let file = File::from(fds.take(file)?);
+                let machine = self.machine.as_ref().ok_or(RequestError::State(NO_MACHINE))?;
+                let touched = machine.touched(&self.host)?;
+                let written = touched.write_to(&file);
+                written.map_err(|e| VmError::Io("write down the changed pages", e))?;
+            }
             Request::Stop => {}
         }
         Ok(Reply::Done)
@@ -348,6 +356,11 @@ impl Service {
             memory_files,
             disks: disk_list,
             nets: nets(&request.nets, &mut fds)?,
+            touched: match request.touched {
+                Some(index) => Touched::read_from(fds.take(index)?.into())
+                    .map_err(|e| VmError::Io("read the pages to bring in", e))?,
+                None => Touched::default(),
+            },
         };
         let wiring = self.wiring(fds.take(request.console)?);
         tracing::debug!(elapsed = ?start.elapsed(), "state and memory index read");

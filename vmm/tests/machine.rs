@@ -175,6 +175,36 @@ fn eight_forks_diverge_and_leave_the_checkpoint_alone() -> Result<()> {
     Ok(())
 }
 
+/// What one fork changed is brought in for the next, which goes on all the same; nonsense in the file hurts nobody.
+#[test]
+fn pages_that_a_fork_changed_are_brought_in_for_the_next() -> Result<()> {
+    let (files, before) = saved_ticker(1)?;
+    let console = tempfile::tempfile()?;
+    let first = spawn()?;
+    first.restore(&files, &[], &console)?;
+    more_lines(&console, 5)?;
+    let noted = tempfile::NamedTempFile::new()?;
+    first.must(&Request::Touched { file: 0 }, &[noted.reopen()?.into()])?;
+    assert!(noted.as_file().metadata()?.len() >= 8);
+    let nonsense = tempfile::NamedTempFile::new()?;
+    std::fs::write(nonsense.path(), [0xff; 999])?;
+    for hint in [noted, nonsense] {
+        let console = tempfile::tempfile()?;
+        let vmm = spawn()?;
+        let (request, mut fds) = Vmm::restore_request(&files, &[], &console)?;
+        let Request::Restore(mut request) = request else {
+            anyhow::bail!("not a restore request")
+        };
+        request.touched = Some(fds.len());
+        fds.push(File::open(hint.path())?.into());
+        vmm.must(&Request::Restore(request), &fds)?;
+        vmm.must(&Request::Resume, &[])?;
+        let after = more_lines(&console, 5)?;
+        assert_consecutive(&(before.clone() + &after));
+    }
+    Ok(())
+}
+
 #[test]
 fn a_fork_of_a_fork_stores_only_its_own_pages() -> Result<()> {
     let (grandparent, mut history) = saved_ticker(1)?;

@@ -1,7 +1,7 @@
 //! `ramet-demo`: a worker is provisioned once and forked twelve times, beside cold workers and plain containers.
 //!
 //! Runs as root on a machine with KVM, or in the lab, with a containerd and a snapshotter of its own under one directory.
-//! `ramet-demo bench` adds the comparisons with larger root filesystems and more memory.
+//! `ramet-demo compare` measures instead what must not change the time of a fork: the root filesystem, memory in use.
 
 mod bench;
 mod experiment;
@@ -42,8 +42,11 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// The experiment, and what does not change the time of a fork
-    Bench,
+    /// Forks that differ in one respect, in turns
+    Compare {
+        /// In which
+        what: bench::What,
+    },
 }
 
 fn main() -> ExitCode {
@@ -79,16 +82,18 @@ fn run(args: &Args) -> Result<bool> {
 }
 
 fn measure(args: &Args, node: &PrivateNode) -> Result<Report> {
-    let mut report = Experiment {
+    if let Some(Command::Compare { what }) = args.command {
+        return Ok(Report {
+            comparison: Some(bench::compare(node, what)?),
+            ..Report::default()
+        });
+    }
+    Experiment {
         node,
         forks: args.forks,
         cold: args.cold,
     }
-    .run()?;
-    if let Some(Command::Bench) = args.command {
-        report.sizes = Some(bench::sizes(node)?);
-    }
-    Ok(report)
+    .run()
 }
 
 /// Says what is being done.

@@ -27,9 +27,9 @@ pub(crate) struct Report {
     pub(crate) dirtied_mib: Vec<f64>,
     /// What is there now and was not there before.
     pub(crate) leftovers: Vec<String>,
-    /// Comparisons of `bench`.
+    /// Instead of all the rest: what `compare` measured.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) sizes: Option<Sizes>,
+    pub(crate) comparison: Option<Comparison>,
 }
 
 /// See [`Report`].
@@ -80,15 +80,13 @@ pub(crate) struct Forks {
 
 /// Fork ready, in milliseconds, of containers that differ in one respect.
 #[derive(Debug, Default, Serialize)]
-pub(crate) struct Sizes {
-    /// Root filesystem of 50 MiB.
-    pub(crate) rootfs_small_ms: Vec<f64>,
-    /// Root filesystem of 2 GiB.
-    pub(crate) rootfs_large_ms: Vec<f64>,
-    /// 100 MiB of guest memory in use.
-    pub(crate) memory_small_ms: Vec<f64>,
-    /// 900 MiB of guest memory in use.
-    pub(crate) memory_large_ms: Vec<f64>,
+pub(crate) struct Comparison {
+    /// In which.
+    pub(crate) what: &'static str,
+    /// Of the small one.
+    pub(crate) small_ms: Vec<f64>,
+    /// Of the large one.
+    pub(crate) large_ms: Vec<f64>,
 }
 
 /// The middle value; of an even number of values the mean of the two.
@@ -113,6 +111,9 @@ fn smallest(values: &[f64]) -> f64 {
 impl Report {
     /// Everything that is true or false is as it must be. Times are shown, not judged: they depend on the machine.
     pub(crate) fn holds(&self) -> bool {
+        if self.comparison.is_some() {
+            return true;
+        }
         let right = self.isolation && self.entropy_unique && self.clock_ok;
         self.forks.is_complete() && right && self.leftovers.is_empty()
     }
@@ -138,21 +139,6 @@ impl Report {
             ),
             Row::new("spread of fork ready: (max - min) / median", spread, Some(0.3)),
         ];
-        if let Some(sizes) = &self.sizes {
-            let ratio = |large: &[f64], small: &[f64]| median(large) / median(small);
-            let rootfs = ratio(&sizes.rootfs_large_ms, &sizes.rootfs_small_ms);
-            let memory = ratio(&sizes.memory_large_ms, &sizes.memory_small_ms);
-            rows.push(Row::new(
-                "fork ready, root filesystem of 2 GiB / 50 MiB",
-                rootfs,
-                Some(1.1),
-            ));
-            rows.push(Row::new(
-                "fork ready, 900 MiB / 100 MiB of memory in use",
-                memory,
-                Some(1.1),
-            ));
-        }
         let pause = self.parent.pause_ms / self.parent.memory_write_ms;
         rows.push(Row::new("parent's pause / writing its memory", pause, None));
         rows.push(Row::new(
@@ -164,15 +150,47 @@ impl Report {
     }
 }
 
+/// Numbers in a row.
+fn list(values: &[f64]) -> String {
+    let words: Vec<_> = values.iter().map(|value| format!("{value:.0}")).collect();
+    words.join(" ")
+}
+
+impl fmt::Display for Comparison {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            what,
+            small_ms,
+            large_ms,
+        } = self;
+        writeln!(
+            f,
+            "\nforks ready, ms: small {}; large {}",
+            list(small_ms),
+            list(large_ms)
+        )?;
+        Row::new(
+            format!("fork ready, {what}"),
+            median(large_ms) / median(small_ms),
+            Some(1.1),
+        )
+        .fmt(f)
+    }
+}
+
 struct Row {
-    what: &'static str,
+    what: String,
     value: f64,
     bar: Option<f64>,
 }
 
 impl Row {
-    fn new(what: &'static str, value: f64, bar: Option<f64>) -> Self {
-        Self { what, value, bar }
+    fn new(what: impl Into<String>, value: f64, bar: Option<f64>) -> Self {
+        Self {
+            what: what.into(),
+            value,
+            bar,
+        }
     }
 }
 
@@ -191,13 +209,9 @@ impl fmt::Display for Row {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let list = |values: &[f64]| {
-            values
-                .iter()
-                .map(|value| format!("{value:.0}"))
-                .collect::<Vec<_>>()
-                .join(" ")
-        };
+        if let Some(comparison) = &self.comparison {
+            return comparison.fmt(f);
+        }
         writeln!(f, "\ncold workers ready, ms: {}", list(&self.cold.ready_ms))?;
         writeln!(
             f,
@@ -255,6 +269,24 @@ mod tests {
         assert!((median(&[3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median(&[4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-9);
         assert!(median(&[]).is_nan());
+    }
+
+    #[test]
+    fn a_comparison_shows_the_ratio_of_the_medians() {
+        let report = Report {
+            comparison: Some(Comparison {
+                what: "of this / of that",
+                small_ms: vec![100.0, 900.0, 100.0],
+                large_ms: vec![105.0],
+            }),
+            ..Report::default()
+        };
+        let text = report.to_string();
+        assert!(
+            text.contains("of this / of that") && text.contains("1.050   <= 1.1   reached"),
+            "{text}"
+        );
+        assert!(report.holds());
     }
 
     #[test]

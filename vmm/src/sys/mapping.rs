@@ -40,3 +40,24 @@ pub(crate) fn map_private(
         Ok(())
     }
 }
+
+/// Brings in `bytes` at `offset` of the region as if each page had been written. Both are multiples of the page size.
+///
+/// # Errors
+/// When the range does not lie in the region, the kernel is older than 5.14, or memory is short.
+pub(crate) fn populate(region: &MmapRegion<()>, offset: u64, bytes: u64) -> io::Result<()> {
+    let size = |value: u64| usize::try_from(value).map_err(io::Error::other);
+    let (offset, bytes) = (size(offset)?, size(bytes)?);
+    let end = offset.checked_add(bytes).ok_or(io::ErrorKind::InvalidInput)?;
+    if end > region.size() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let at = region.as_ptr().wrapping_add(offset);
+    // SAFETY: the range lies within a mapping that this process owns; populating it changes nothing that can be read there.
+    let result = unsafe { libc::madvise(at.cast(), bytes, libc::MADV_POPULATE_WRITE) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}

@@ -126,6 +126,10 @@ impl Machine {
         let cpuids = bare.restore_vcpus(host, &state.vcpus)?;
         steps.done("vCPU state set");
         bare.restore_board(&state.board)?;
+        if let Some(first) = bare.vcpus.first() {
+            config.touched.bring_in(&bare.memory, first);
+            steps.done("pages brought in");
+        }
         let devices = bare.restore_devices(&state, config.disks, config.nets, wiring.events.clone())?;
         steps.done("devices restored");
         renew_generation(&bare.memory)?;

@@ -20,6 +20,7 @@ use crate::memory::{GuestMemory, MemoryError};
 use crate::platform::Platform;
 use crate::seccomp::Filter;
 use crate::state::{BoardState, MachineState, StateError};
+use crate::touched::Touched;
 use crate::vcpu::state::VcpuStateError;
 use crate::vcpu::{ExitCounts, Vcpu, VcpuError};
 
@@ -156,6 +157,8 @@ pub struct RestoreConfig {
     pub disks: Vec<Disk>,
     /// Network interfaces.
     pub nets: Vec<Net>,
+    /// Pages that are written soon; a hint.
+    pub(crate) touched: Touched,
 }
 
 /// What connects a machine to the process around it.
@@ -281,6 +284,14 @@ impl Machine {
     #[must_use]
     pub fn platform(&self) -> &Platform {
         &self.platform
+    }
+
+    /// The pages that it does not share with its checkpoint, as a hint for other forks.
+    ///
+    /// # Errors
+    /// When the pagemap cannot be read.
+    pub(crate) fn touched(&self, host: &Host) -> Result<Touched, VmError> {
+        Ok(Touched::of(self.memory.private_pages(&host.pagemap)?))
     }
 
     /// Counters.

@@ -223,6 +223,7 @@ impl Vmm {
             disks: Vec::new(),
             nets: Vec::new(),
             console: 2,
+            touched: None,
         };
         Ok((Request::Restore(request), fds))
     }

@@ -244,6 +244,19 @@ impl VirtQueue {
         }
     }
 
+    /// Asks the guest to notify us of the next chain that it adds, although those that are there stay; `true` when it has added one by
+    /// now. With event indexes [`Self::enable_notification`] names the first chain that was not taken, which is long there.
+    pub(super) fn notify_of_more(&mut self, mem: &Memory) -> bool {
+        let Some(index) = self.available_index(mem) else {
+            return false;
+        };
+        let taken = self.ring.next_avail();
+        self.ring.set_next_avail(index);
+        let more = self.enable_notification(mem);
+        self.ring.set_next_avail(taken);
+        more
+    }
+
     /// Tells the guest that it need not notify us for now.
     pub(super) fn disable_notification(&mut self, mem: &Memory) {
         if self.usable() && self.ring.disable_notification(mem).is_err() {

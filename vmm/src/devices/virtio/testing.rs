@@ -173,6 +173,17 @@ impl Driver {
         head
     }
 
+    /// As [`Self::add`], but like Linux's driver it notifies the device only if that asked to hear of this chain (`avail_event`).
+    pub(super) fn add_as_asked(&mut self, set: &DeviceSet, queue: usize, readable: &[&[u8]], writable: &[usize]) {
+        let before = self.queues[queue].added;
+        self.add_quietly(queue, readable, writable);
+        let ring = &self.queues[queue];
+        let asked = GuestAddress(ring.base + 0x3000 + 4 + u64::from(ring.size) * 8);
+        if self.mem.load::<u16>(asked, Ordering::SeqCst).unwrap() == before {
+            self.notify(set, queue);
+        }
+    }
+
     pub(super) fn notify(&self, set: &DeviceSet, queue: usize) {
         Registers {
             set,

@@ -106,12 +106,13 @@ impl Vsock {
             self.unanswered_resets = self.unanswered_resets.saturating_add(1);
             queue.signal(context.mem, context.interrupt);
         }
-        let more = queue.enable_notification(context.mem);
         if self.unanswered_resets > 0 {
             let index = queue.available_index(context.mem);
             self.closed_until = index.map(|index| index.wrapping_add(self.unanswered_resets));
         }
-        tracing::debug!(closed = self.closed_until.is_some(), more, "vsock reset event");
+        // Nothing else may wake us when the guest has handled the event.
+        queue.notify_of_more(context.mem);
+        tracing::debug!(closed = self.closed_until.is_some(), "vsock reset event");
     }
 
     /// Opens a connection from the host. It goes on when the I/O thread has its next round.

@@ -368,7 +368,7 @@ fn a_fork_starts_without_connections_and_its_parent_keeps_them() {
     let second_driver = fork.driver.clone();
     fork.set.resume();
 
-    fork.driver.add(&fork.set, EVENT, &[], &[4]);
+    fork.driver.add_as_asked(&fork.set, EVENT, &[], &[4]);
     let (request, _) = fork.receive_op(Op::Request);
     assert_eq!(
         (request.source_port, request.target_port),
@@ -395,7 +395,7 @@ fn a_fork_starts_without_connections_and_its_parent_keeps_them() {
     second.driver.add(&second.set, EVENT, &[], &[4]);
     second.send(9, 9, Op::CreditUpdate, 0, 0, &[]);
     assert!(second.driver.used(RECEIVE).is_none(), "one event is still unanswered");
-    second.driver.add(&second.set, EVENT, &[], &[4]);
+    second.driver.add_as_asked(&second.set, EVENT, &[], &[4]);
     second.receive_op(Op::Request);
 }
 

@@ -11,20 +11,28 @@ const PACKETS_AT_ONCE: usize = 256;
 
 impl Vsock {
     /// Whether the guest may be sent packets.
-    fn is_open(&mut self, context: &Context<'_>) -> bool {
+    fn is_open(&mut self, context: &mut Context<'_>) -> bool {
         let Some(target) = self.closed_until else { return true };
-        let index = context
-            .queues
-            .get(EVENT)
-            .and_then(|queue| queue.available_index(context.mem));
-        let Some(index) = index else { return false };
-        let missing = target.wrapping_sub(index);
-        if missing == 0 || missing > QUEUES[EVENT] {
-            self.closed_until = None;
-            self.unanswered_resets = 0;
-            return true;
+        let Some(queue) = context.queues.get_mut(EVENT) else {
+            return false;
+        };
+        for _ in 0..2 {
+            let Some(index) = queue.available_index(context.mem) else {
+                return false;
+            };
+            let missing = target.wrapping_sub(index);
+            if missing == 0 || missing > QUEUES[EVENT] {
+                self.closed_until = None;
+                self.unanswered_resets = 0;
+                return true;
+            }
+            self.unanswered_resets = missing;
+            if !queue.notify_of_more(context.mem) {
+                return false;
+            }
         }
-        self.unanswered_resets = missing;
+        // It adds while we look: other devices first.
+        context.poller.wake();
         false
     }
 
