@@ -6,7 +6,9 @@
 
 use std::path::{Path, PathBuf};
 
-use oci_spec::runtime::{Linux, LinuxCpu, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec};
+use oci_spec::runtime::{
+    Linux, LinuxCpu, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec,
+};
 
 /// Largest file that is sent into the guest, in bytes.
 pub const MAX_FILE: u64 = 1 << 20;
@@ -15,6 +17,17 @@ const MAX_HOSTNAME: usize = 63;
 /// Kernel filesystems that the guest mounts by itself.
 const KERNEL_FILESYSTEMS: [&str; 9] = [
     "proc", "sysfs", "devpts", "tmpfs", "mqueue", "cgroup", "cgroup2", "devtmpfs", "ramfs",
+];
+
+/// Devices that every container gets from its own kernel.
+const GUEST_DEVICES: [&str; 7] = [
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/tty",
+    "/dev/ptmx",
 ];
 
 /// Why the spec cannot be run in a VM.
@@ -219,9 +232,17 @@ fn rewrite_linux(mut linux: Linux, guest_id: &str) -> Result<Linux, SpecError> {
         }
     }
     linux.set_namespaces(Some(namespaces));
-    if let Some(device) = linux.devices().iter().flatten().next() {
-        return Err(SpecError::Device(device.path().clone()));
+    // A privileged container lists every device of the host and runs well without: nobody asked for one of them.
+    let asked = if may_use_all_devices(&linux) {
+        None
+    } else {
+        linux.devices().as_ref()
+    };
+    let is_of_host = |path: &&PathBuf| !GUEST_DEVICES.iter().any(|own| Path::new(own) == path.as_path());
+    if let Some(path) = asked.into_iter().flatten().map(|device| device.path()).find(is_of_host) {
+        return Err(SpecError::Device(path.clone()));
     }
+    linux.set_devices(None);
     linux.set_cgroups_path(Some(PathBuf::from(format!("/ramet/{guest_id}"))));
     linux.set_mount_label(None);
     linux.set_intel_rdt(None);
@@ -229,6 +250,18 @@ fn rewrite_linux(mut linux: Linux, guest_id: &str) -> Result<Linux, SpecError> {
         linux.set_resources(Some(rewrite_resources(resources)));
     }
     Ok(linux)
+}
+
+/// Whether every access to every device is allowed, as `--privileged` has it.
+fn may_use_all_devices(linux: &Linux) -> bool {
+    let rules = linux
+        .resources()
+        .as_ref()
+        .and_then(|resources| resources.devices().as_ref());
+    rules.into_iter().flatten().any(|rule| {
+        let any_kind = matches!(rule.typ(), None | Some(LinuxDeviceType::A));
+        rule.allow() && any_kind && rule.major().is_none_or(|n| n < 0) && rule.minor().is_none_or(|n| n < 0)
+    })
 }
 
 /// Keeps the limits that mean the same in the guest.
@@ -336,6 +369,26 @@ mod tests {
             Some(1000)
         );
         assert!(guest.spec.process().as_ref().unwrap().apparmor_profile().is_none());
+    }
+
+    #[test]
+    fn a_device_is_refused_unless_all_are_allowed() {
+        let with = |path: &str, rule: &str| {
+            spec(&format!(
+                r#"{{"ociVersion":"1.0.2","process":{{"args":["a"],"cwd":"/","user":{{"uid":0,"gid":0}}}},"linux":{{
+                "devices":[{{"path":"{path}","type":"c","major":10,"minor":200}}],"resources":{{"devices":[{rule}]}}}}}}"#
+            ))
+        };
+        let all = r#"{"allow":true,"access":"rwm"}"#;
+        let none = r#"{"allow":false,"access":"rwm"}"#;
+        let one = r#"{"allow":true,"type":"c","major":10,"minor":200,"access":"rwm"}"#;
+        let guest = for_guest(&with("/dev/net/tun", all), "c", &look).unwrap();
+        assert_eq!(guest.spec.linux().as_ref().unwrap().devices(), &None);
+        for rules in [none.to_owned(), format!("{none},{one}")] {
+            let refused = for_guest(&with("/dev/net/tun", &rules), "c", &look);
+            assert_eq!(refused.err(), Some(SpecError::Device("/dev/net/tun".into())));
+            assert!(for_guest(&with("/dev/null", &rules), "c", &look).is_ok());
+        }
     }
 
     #[test]

@@ -15,8 +15,9 @@ use crate::error::{Error, Result};
 use crate::events::{Publisher, timestamp};
 use crate::guest::GuestProcess;
 use crate::lifecycle::{Exit, Lifecycle, Notice, ProcessId};
+use crate::logger::Owner;
 use crate::restore::ForkMode;
-use crate::stdio::{Copies, Sink, Source, StdioError, StdioPaths};
+use crate::stdio::{Copies, Sinks, Source, StdioError, StdioPaths};
 use crate::streams;
 use crate::vm::Vm;
 
@@ -52,23 +53,26 @@ impl Process {
         self.exit.subscribe()
     }
 
-    /// Opens containerd's side of the streams, attaches the guest's, and starts copying. With `lenient`, streams that the guest's
+    /// Opens containerd's side of the streams (`owner` is told to a logger), attaches the guest's, and starts copying. With `lenient`, streams that the guest's
     /// process does not have are left out: a restored process has those of the day of its checkpoint.
     ///
     /// # Errors
     /// A stream cannot be opened or attached.
-    pub async fn attach(&self, vm: &dyn Vm, lenient: bool) -> Result<(), StdioError> {
+    pub async fn attach(&self, vm: &dyn Vm, owner: Owner<'_>, lenient: bool) -> Result<(), StdioError> {
         let paths = &self.stdio;
+        let Sinks { stdout, stderr, logger } = Sinks::open(paths, owner).await?;
+        if let Some(logger) = logger {
+            self.copies.set_logger(logger);
+        }
         let outputs = [
-            Some((StreamKind::Stdout, "stdout", &paths.stdout)),
-            (!paths.terminal).then_some((StreamKind::Stderr, "stderr", &paths.stderr)),
+            Some((StreamKind::Stdout, "stdout", &paths.stdout, stdout)),
+            (!paths.terminal).then_some((StreamKind::Stderr, "stderr", &paths.stderr, stderr)),
         ];
-        for (kind, what, uri) in outputs.into_iter().flatten() {
+        for (kind, what, uri, sink) in outputs.into_iter().flatten() {
             // A stream that goes nowhere is read, too, lest the process wait for room in its pipe.
             if uri.is_empty() && !lenient {
                 continue;
             }
-            let sink = Sink::open(what, uri)?;
             if let Some(stream) = self.attach_one(vm, kind, what, lenient).await? {
                 self.copies.add_output(kind, stream, sink);
             }
