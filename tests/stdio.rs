@@ -115,7 +115,7 @@ with_each_runtime! {
         let tty = directory.path().join("tty");
         let node = Node::shared();
         let id = e2e::container::fresh_id("tty");
-        let wait = r#"size() { stty size; }; echo first $(size); until [ "$(size)" = "50 120" ]; do sleep 0.2; done; echo resized; test -t 0 -a -t 1 -a -t 2 && exit 6"#;
+        let wait = r#"size() { stty size 2>/dev/null; }; until size >/dev/null; do sleep 0.2; done; echo first $(size); until [ "$(size)" = "50 120" ]; do sleep 0.2; done; echo resized; test -t 0 -a -t 1 -a -t 2 && exit 6"#;
         let run = format!(
             "tty >{}; stty rows 40 cols 100; exec ctr run -t --rm --runtime {} --snapshotter {} {BUSYBOX} {id} sh -c '{wait}'",
             tty.display(), runtime.name(), runtime.snapshotter()

@@ -271,12 +271,27 @@ pub fn rewrite_resources(mut resources: LinuxResources) -> LinuxResources {
     resources.set_block_io(None);
     resources.set_network(None);
     resources.set_rdma(None);
+    // As with runc, 0 is the same as nothing: clients send it for limits that they do not mean to change.
+    let positive = |number: Option<u64>| number.filter(|number| *number != 0);
+    let set = |number: Option<i64>| number.filter(|number| *number != 0);
     if let Some(cpu) = resources.cpu().clone() {
         let mut cpu: LinuxCpu = cpu;
         // CPU and node numbers are the host's.
         cpu.set_cpus(None);
         cpu.set_mems(None);
+        cpu.set_shares(positive(cpu.shares()));
+        cpu.set_quota(set(cpu.quota()));
+        cpu.set_period(positive(cpu.period()));
         resources.set_cpu(Some(cpu));
+    }
+    if let Some(mut memory) = *resources.memory() {
+        memory.set_limit(set(memory.limit()));
+        memory.set_reservation(set(memory.reservation()));
+        memory.set_swap(set(memory.swap()));
+        resources.set_memory(Some(memory));
+    }
+    if resources.pids().as_ref().is_some_and(|pids| pids.limit() == 0) {
+        resources.set_pids(None);
     }
     resources
 }
@@ -369,6 +384,21 @@ mod tests {
             Some(1000)
         );
         assert!(guest.spec.process().as_ref().unwrap().apparmor_profile().is_none());
+    }
+
+    #[test]
+    fn a_limit_of_0_is_none() {
+        let json = r#"{"memory":{"limit":1000,"swap":0,"reservation":0},"cpu":{"shares":0,"quota":0,"period":0},"pids":{"limit":0}}"#;
+        let kept = rewrite_resources(serde_json::from_str(json).unwrap());
+        assert_eq!(kept.pids(), &None);
+        let (memory, cpu) = (kept.memory().unwrap(), kept.cpu().clone().unwrap());
+        assert_eq!(
+            (memory.limit(), memory.swap(), memory.reservation()),
+            (Some(1000), None, None)
+        );
+        assert_eq!((cpu.shares(), cpu.quota(), cpu.period()), (None, None, None));
+        let kept = rewrite_resources(serde_json::from_str(r#"{"pids":{"limit":-1}}"#).unwrap());
+        assert_eq!(kept.pids().unwrap().limit(), -1);
     }
 
     #[test]
