@@ -8,6 +8,8 @@
 //! | `image.rs` | checkpoint images travel, and damaged ones are refused |
 //! | `odd_images.rs` | whiteouts, links, owners, names, many layers, users: as with runc |
 //! | `snapshotter.rs` | layers, usage, removal, restarts |
+//! | `limits.rs`, `spec.rs` | limits and statistics; what the OCI spec asks for |
+//! | `nerdctl.rs` | what nerdctl's users do |
 //! | `errors.rs`, `crash.rs` | bad input; kill -9 of every process |
 //! | `examples.rs` | the examples do what they say |
 //! | `zz_leftovers.rs` | after all of it, nothing is left |
@@ -22,8 +24,11 @@ mod examples;
 mod exec;
 mod fork;
 mod image;
+mod limits;
+mod nerdctl;
 mod odd_images;
 mod pod;
 mod snapshotter;
+mod spec;
 mod stdio;
 mod zz_leftovers;

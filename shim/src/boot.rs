@@ -20,7 +20,7 @@ pub const MEMORY_MIB: &str = "io.ramet.memory_mib";
 /// Guest memory without annotation or limit.
 const DEFAULT_MEMORY: u64 = 512 << 20;
 /// What kernel and agent need beside a memory limit.
-const MEMORY_OVERHEAD: u64 = 128 << 20;
+pub const MEMORY_OVERHEAD: u64 = 128 << 20;
 /// Memory comes in these steps.
 const MEMORY_STEP: u64 = 2 << 20;
 /// Writable disk for root filesystems of other snapshotters.
@@ -80,13 +80,13 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// From annotations, else from the memory limit, else 1 vCPU and 512 MiB.
+    /// From annotations, else from the limits of CPU and memory, else 1 vCPU and 512 MiB.
     ///
     /// # Errors
     /// An annotation that is no number or out of bounds.
     pub fn of(host: &Spec) -> Result<Self> {
         let vcpus = match spec::annotation(host, VCPUS) {
-            None => 1,
+            None => crate::limits::vcpus(host),
             Some(text) => {
                 let number = text.parse().ok().filter(|n| limits::VCPUS.contains(n));
                 number.ok_or_else(|| out_of_bounds(VCPUS, text, limits::VCPUS.start(), limits::VCPUS.end()))?

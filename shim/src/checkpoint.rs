@@ -4,7 +4,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use checkpoint::compat::HostFacts;
 use checkpoint::layers::LayerImage;
@@ -13,7 +13,7 @@ use checkpoint::manifest::{
     SaveInfo, VmShape,
 };
 use serde::{Deserialize, Serialize};
-use tracing::{info, warn};
+use tracing::info;
 use vmm::control::{Reply, Request, SaveReport, SaveRequest};
 
 use crate::boot::Shape;
@@ -24,6 +24,11 @@ use crate::vm::Vm;
 
 /// Name of the pointer that `ctr task checkpoint` gets in its directory.
 pub const POINTER_FILE: &str = "ramet-checkpoint.json";
+
+/// How long the VMM may take to cut memory, state and disks: milliseconds, unless the host is in trouble.
+const CUT: Duration = Duration::from_secs(120);
+/// How long it may take to write the memory out, while the guest runs on.
+const WRITE: Duration = Duration::from_secs(3600);
 
 /// What containerd keeps of a checkpoint made with `ctr task checkpoint`: where it is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -184,7 +189,15 @@ async fn save_frozen(vm: &dyn Vm, guest: &Guest, machine: &mut Machine, files: &
         seal: seal.into_iter().collect(),
         resume: true,
     };
-    let reply = vm.request(Request::Save(request), fds.into_inner()).await;
+    let asked = vm.request(Request::Save(request), fds.into_inner());
+    let Ok(reply) = tokio::time::timeout(CUT, asked).await else {
+        // Whether its disk goes on in the next layer is unknown from here on, so nothing more may be written to it.
+        vm.kill().await;
+        return Err(Error::CheckpointNotMade(format!(
+            "the VMM did not answer within {} s; it was ended, for the state of its disk is unknown",
+            CUT.as_secs()
+        )));
+    };
     match reply {
         Ok(Reply::Saving { .. }) => {
             if let Some(disk) = &mut machine.disk {
@@ -203,7 +216,11 @@ async fn save_frozen(vm: &dyn Vm, guest: &Guest, machine: &mut Machine, files: &
 }
 
 async fn finish(vm: &dyn Vm) -> Result<SaveReport> {
-    match vm.request(Request::FinishSave, Vec::new()).await? {
+    let asked = vm.request(Request::FinishSave, Vec::new());
+    let finished = tokio::time::timeout(WRITE, asked)
+        .await
+        .map_err(|_| Error::CheckpointNotMade(format!("its memory was not written within {} s", WRITE.as_secs())))?;
+    match finished? {
         Reply::Saved(report) => Ok(report),
         other => Err(Error::Internal(format!("the VMM answered FinishSave with {other:?}"))),
     }
@@ -286,51 +303,14 @@ fn micros(since: Instant) -> u64 {
 }
 
 /// UTC with seconds, as in `2026-11-30T14:13:00Z`.
-#[must_use]
-pub fn rfc3339(time: std::time::SystemTime) -> String {
-    let seconds = time.duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    let (year, month, day) = civil(days);
-    if year > 9999 {
-        warn!("the clock is beyond the year 9999");
-    }
-    format!(
-        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z",
-        rest / 3600,
-        rest / 60 % 60,
-        rest % 60
-    )
-}
-
-/// Year, month and day of a number of days after 1970-01-01.
-fn civil(days: u64) -> (u64, u64, u64) {
-    let is_leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));
-    let mut left = days;
-    let mut year = 1970;
-    loop {
-        let length = if is_leap(year) { 366 } else { 365 };
-        if left < length {
-            break;
-        }
-        left -= length;
-        year += 1;
-    }
-    let february = if is_leap(year) { 29 } else { 28 };
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if left < length {
-            break;
-        }
-        left -= length;
-        month += 1;
-    }
-    (year, month, left + 1)
+fn rfc3339(time: std::time::SystemTime) -> String {
+    chrono::DateTime::<chrono::Utc>::from(time).to_rfc3339_opts(chrono::SecondsFormat::Secs, true)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::{Duration, UNIX_EPOCH};
+    use std::time::UNIX_EPOCH;
 
     #[test]
     fn times_are_written_as_rfc_3339() {

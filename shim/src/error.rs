@@ -107,7 +107,7 @@ impl Error {
                 Refusal::ExecExists(_) => Code::ALREADY_EXISTS,
                 Refusal::NotCreated | Refusal::InitNotRunning(_) => Code::FAILED_PRECONDITION,
                 Refusal::NoProcess(_) => Code::NOT_FOUND,
-                Refusal::WrongState { .. } => Code::UNKNOWN,
+                Refusal::Paused | Refusal::WrongState { .. } => Code::UNKNOWN,
             },
             Self::InvalidArgument(_) | Self::Spec(_) => Code::INVALID_ARGUMENT,
             Self::Unsupported(_) => Code::UNIMPLEMENTED,

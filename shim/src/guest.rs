@@ -28,6 +28,9 @@ const WORK: Duration = Duration::from_secs(60);
 /// How long it may take for a call that only looks.
 const LOOK: Duration = Duration::from_secs(10);
 
+/// How long the end of the machine may come after that of a connection to it.
+pub const END_FOLLOWS: Duration = Duration::from_secs(3);
+
 /// Why the agent did not do something.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum GuestError {
@@ -42,6 +45,9 @@ pub enum GuestError {
     /// The connection is gone or broken.
     #[error("connection to the agent: {0}")]
     Lost(String),
+    /// The machine has ended, and how.
+    #[error("the virtual machine has ended: {0}")]
+    Ended(String),
     /// The agent speaks another generation of the protocol.
     #[error("the agent of the guest image speaks generation {theirs} of the protocol, this shim {ours}")]
     Generation {
@@ -303,11 +309,19 @@ impl Guest {
 /// Waits for `work`, but no longer than the machine lives.
 ///
 /// # Errors
-/// Those of `work`, or [`GuestError::Lost`] with the reason of the machine's end.
+/// Those of `work`, or [`GuestError::Ended`]. A connection that breaks is most often the first sign of the machine's end, which is
+/// then waited for.
 pub async fn while_alive<T>(vm: &dyn crate::vm::Vm, work: impl Future<Output = Result<T>>) -> Result<T> {
-    tokio::select! {
+    let done = tokio::select! {
         biased;
         done = work => done,
-        reason = vm.ended() => Err(GuestError::Lost(reason)),
+        reason = vm.ended() => Err(GuestError::Ended(reason)),
+    };
+    match done {
+        Err(GuestError::Lost(what)) => match tokio::time::timeout(END_FOLLOWS, vm.ended()).await {
+            Ok(reason) => Err(GuestError::Ended(reason)),
+            Err(_) => Err(GuestError::Lost(what)),
+        },
+        done => done,
     }
 }

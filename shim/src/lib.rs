@@ -24,6 +24,8 @@ mod fake;
 pub mod guest;
 pub mod launch;
 pub mod lifecycle;
+pub mod limits;
+pub mod logger;
 pub mod logging;
 pub mod restore;
 pub mod rootfs;

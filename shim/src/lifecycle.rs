@@ -66,6 +66,9 @@ pub enum Refusal {
     /// No such exec.
     #[error("exec {0} not found")]
     NoProcess(String),
+    /// An exec in a container that stands still.
+    #[error("cannot exec in a paused state")]
+    Paused,
     /// Anything else.
     #[error("cannot {action} a {state} process")]
     WrongState {
@@ -193,6 +196,11 @@ impl Lifecycle {
                 early.get_or_insert(exit);
                 return Vec::new();
             }
+            // Nothing waited for it, so init's exit may have been told already.
+            Phase::Created if process.is_some() => {
+                *slot = Phase::Stopped(exit);
+                return Vec::new();
+            }
             Phase::Ending(_) | Phase::Stopped(_) => return Vec::new(),
             Phase::Created | Phase::Running => {}
         }
@@ -264,10 +272,7 @@ impl Lifecycle {
             return Err(Refusal::InitNotRunning(self.id.clone()));
         }
         if self.paused {
-            return Err(Refusal::WrongState {
-                action: "exec in",
-                state: "paused",
-            });
+            return Err(Refusal::Paused);
         }
         self.execs.insert(exec.to_owned(), Phase::Created);
         Ok(())
@@ -437,6 +442,17 @@ mod tests {
         life.set_paused(true);
         assert!(life.may_pause().is_err());
         assert!(life.may_resume().is_ok());
+    }
+
+    #[test]
+    fn nothing_is_told_of_an_exec_that_was_never_started() {
+        let mut life = Lifecycle::created("c");
+        life.begin_start(&None).unwrap();
+        life.started(&None);
+        life.add_exec("e").unwrap();
+        assert_eq!(life.exited(&None, exit(0)), vec![Notice::Exited(None, exit(0))]);
+        assert_eq!(life.exited(&Some("e".into()), exit(1)), vec![]);
+        assert_eq!(life.may_delete(&Some("e".into())), Ok(Some(exit(1))));
     }
 
     #[derive(Clone, Debug)]

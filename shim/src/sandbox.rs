@@ -24,6 +24,8 @@ use crate::events::{Publisher, timestamp};
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
 use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
+use crate::limits;
+use crate::logger::Owner;
 use crate::restore::{self, ForkMode};
 use crate::rootfs;
 use crate::state_dir;
@@ -296,7 +298,11 @@ impl Sandbox {
         let vm = self.vm()?.as_ref();
         let is_init = record.id.is_none();
         let resumed = is_init && live.container.fork == Some(ForkMode::Resume);
-        record.attach(vm, resumed).await?;
+        let owner = Owner {
+            namespace: &self.around.namespace,
+            id: record.id.as_ref().unwrap_or(&live.container.id),
+        };
+        record.attach(vm, owner, resumed).await?;
         let guest = &live.guest;
         if is_init && matches!(live.container.fork, Some(ForkMode::Resume | ForkMode::Exec)) {
             while_alive(vm, guest.thaw(&[])).await?;
@@ -506,9 +512,11 @@ impl Sandbox {
     /// New resource limits.
     ///
     /// # Errors
-    /// No such container, or its guest refuses.
+    /// No such container, its machine is too small for them, or its guest refuses.
     pub async fn update(&self, id: &str, resources: Option<Any>) -> Result<()> {
         let live = self.live(id)?;
+        let shape = live.machine.lock().await.shape;
+        let resources = Some(limits::update(shape, resources)?);
         let guest_id = live.container.process(&None)?.guest.container.clone();
         Ok(while_alive(self.vm()?.as_ref(), live.guest.update(&guest_id, resources)).await?)
     }

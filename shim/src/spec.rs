@@ -6,7 +6,9 @@
 
 use std::path::{Path, PathBuf};
 
-use oci_spec::runtime::{Linux, LinuxCpu, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec};
+use oci_spec::runtime::{
+    Linux, LinuxCpu, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec,
+};
 
 /// Largest file that is sent into the guest, in bytes.
 pub const MAX_FILE: u64 = 1 << 20;
@@ -15,6 +17,17 @@ const MAX_HOSTNAME: usize = 63;
 /// Kernel filesystems that the guest mounts by itself.
 const KERNEL_FILESYSTEMS: [&str; 9] = [
     "proc", "sysfs", "devpts", "tmpfs", "mqueue", "cgroup", "cgroup2", "devtmpfs", "ramfs",
+];
+
+/// Devices that every container gets from its own kernel.
+const GUEST_DEVICES: [&str; 7] = [
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/tty",
+    "/dev/ptmx",
 ];
 
 /// Why the spec cannot be run in a VM.
@@ -219,9 +232,17 @@ fn rewrite_linux(mut linux: Linux, guest_id: &str) -> Result<Linux, SpecError> {
         }
     }
     linux.set_namespaces(Some(namespaces));
-    if let Some(device) = linux.devices().iter().flatten().next() {
-        return Err(SpecError::Device(device.path().clone()));
+    // A privileged container lists every device of the host and runs well without: nobody asked for one of them.
+    let asked = if may_use_all_devices(&linux) {
+        None
+    } else {
+        linux.devices().as_ref()
+    };
+    let is_of_host = |path: &&PathBuf| !GUEST_DEVICES.iter().any(|own| Path::new(own) == path.as_path());
+    if let Some(path) = asked.into_iter().flatten().map(|device| device.path()).find(is_of_host) {
+        return Err(SpecError::Device(path.clone()));
     }
+    linux.set_devices(None);
     linux.set_cgroups_path(Some(PathBuf::from(format!("/ramet/{guest_id}"))));
     linux.set_mount_label(None);
     linux.set_intel_rdt(None);
@@ -231,6 +252,18 @@ fn rewrite_linux(mut linux: Linux, guest_id: &str) -> Result<Linux, SpecError> {
     Ok(linux)
 }
 
+/// Whether every access to every device is allowed, as `--privileged` has it.
+fn may_use_all_devices(linux: &Linux) -> bool {
+    let rules = linux
+        .resources()
+        .as_ref()
+        .and_then(|resources| resources.devices().as_ref());
+    rules.into_iter().flatten().any(|rule| {
+        let any_kind = matches!(rule.typ(), None | Some(LinuxDeviceType::A));
+        rule.allow() && any_kind && rule.major().is_none_or(|n| n < 0) && rule.minor().is_none_or(|n| n < 0)
+    })
+}
+
 /// Keeps the limits that mean the same in the guest.
 #[must_use]
 pub fn rewrite_resources(mut resources: LinuxResources) -> LinuxResources {
@@ -238,12 +271,27 @@ pub fn rewrite_resources(mut resources: LinuxResources) -> LinuxResources {
     resources.set_block_io(None);
     resources.set_network(None);
     resources.set_rdma(None);
+    // As with runc, 0 is the same as nothing: clients send it for limits that they do not mean to change.
+    let positive = |number: Option<u64>| number.filter(|number| *number != 0);
+    let set = |number: Option<i64>| number.filter(|number| *number != 0);
     if let Some(cpu) = resources.cpu().clone() {
         let mut cpu: LinuxCpu = cpu;
         // CPU and node numbers are the host's.
         cpu.set_cpus(None);
         cpu.set_mems(None);
+        cpu.set_shares(positive(cpu.shares()));
+        cpu.set_quota(set(cpu.quota()));
+        cpu.set_period(positive(cpu.period()));
         resources.set_cpu(Some(cpu));
+    }
+    if let Some(mut memory) = *resources.memory() {
+        memory.set_limit(set(memory.limit()));
+        memory.set_reservation(set(memory.reservation()));
+        memory.set_swap(set(memory.swap()));
+        resources.set_memory(Some(memory));
+    }
+    if resources.pids().as_ref().is_some_and(|pids| pids.limit() == 0) {
+        resources.set_pids(None);
     }
     resources
 }
@@ -336,6 +384,41 @@ mod tests {
             Some(1000)
         );
         assert!(guest.spec.process().as_ref().unwrap().apparmor_profile().is_none());
+    }
+
+    #[test]
+    fn a_limit_of_0_is_none() {
+        let json = r#"{"memory":{"limit":1000,"swap":0,"reservation":0},"cpu":{"shares":0,"quota":0,"period":0},"pids":{"limit":0}}"#;
+        let kept = rewrite_resources(serde_json::from_str(json).unwrap());
+        assert_eq!(kept.pids(), &None);
+        let (memory, cpu) = (kept.memory().unwrap(), kept.cpu().clone().unwrap());
+        assert_eq!(
+            (memory.limit(), memory.swap(), memory.reservation()),
+            (Some(1000), None, None)
+        );
+        assert_eq!((cpu.shares(), cpu.quota(), cpu.period()), (None, None, None));
+        let kept = rewrite_resources(serde_json::from_str(r#"{"pids":{"limit":-1}}"#).unwrap());
+        assert_eq!(kept.pids().unwrap().limit(), -1);
+    }
+
+    #[test]
+    fn a_device_is_refused_unless_all_are_allowed() {
+        let with = |path: &str, rule: &str| {
+            spec(&format!(
+                r#"{{"ociVersion":"1.0.2","process":{{"args":["a"],"cwd":"/","user":{{"uid":0,"gid":0}}}},"linux":{{
+                "devices":[{{"path":"{path}","type":"c","major":10,"minor":200}}],"resources":{{"devices":[{rule}]}}}}}}"#
+            ))
+        };
+        let all = r#"{"allow":true,"access":"rwm"}"#;
+        let none = r#"{"allow":false,"access":"rwm"}"#;
+        let one = r#"{"allow":true,"type":"c","major":10,"minor":200,"access":"rwm"}"#;
+        let guest = for_guest(&with("/dev/net/tun", all), "c", &look).unwrap();
+        assert_eq!(guest.spec.linux().as_ref().unwrap().devices(), &None);
+        for rules in [none.to_owned(), format!("{none},{one}")] {
+            let refused = for_guest(&with("/dev/net/tun", &rules), "c", &look);
+            assert_eq!(refused.err(), Some(SpecError::Device("/dev/net/tun".into())));
+            assert!(for_guest(&with("/dev/null", &rules), "c", &look).is_ok());
+        }
     }
 
     #[test]

@@ -18,8 +18,12 @@ use tokio::net::unix::pipe;
 use tokio::task::JoinHandle;
 use tracing::{debug, warn};
 
+use crate::logger::{Inputs, Logger, LoggerError, Owner, is_logger};
+
 /// Bytes moved at once.
 const CHUNK: usize = 64 * 1024;
+/// How long a logger may take to keep what it was given last.
+const LOGGER: Duration = Duration::from_secs(10);
 
 /// The streams as containerd names them: FIFO paths or URIs, empty for none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -49,13 +53,16 @@ pub enum StdioError {
         source: std::io::Error,
     },
     /// A URI we cannot serve.
-    #[error("{what} {uri:?}: only FIFOs and file:// are supported")]
+    #[error("{what} {uri:?}: only FIFOs, file:// and, for output, binary:// are supported")]
     Scheme {
         /// Which stream.
         what: &'static str,
         /// As given.
         uri: String,
     },
+    /// The logger that takes the output.
+    #[error(transparent)]
+    Logger(#[from] LoggerError),
     /// The guest's end.
     #[error("attach {what} of the guest process")]
     Attach {
@@ -103,8 +110,8 @@ fn place(what: &'static str, uri: &str) -> Result<Place, StdioError> {
 pub enum Sink {
     /// Thrown away.
     Nowhere,
-    /// A client reads it.
-    Fifo(pipe::Sender),
+    /// A client or a logger reads it.
+    Pipe(pipe::Sender),
     /// Appended.
     File(File),
 }
@@ -120,7 +127,7 @@ impl Sink {
             Place::Fifo(path) => pipe::OpenOptions::new()
                 .read_write(true)
                 .open_sender(&path)
-                .map(Self::Fifo)
+                .map(Self::Pipe)
                 .map_err(|source| StdioError::Open { what, path, source }),
             Place::File(path) => Self::open_file(what, path),
         }
@@ -141,9 +148,43 @@ impl Sink {
     async fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         match self {
             Self::Nowhere => Ok(()),
-            Self::Fifo(fifo) => fifo.write_all(bytes).await,
+            Self::Pipe(pipe) => pipe.write_all(bytes).await,
             Self::File(file) => file.write_all(bytes),
         }
+    }
+}
+
+/// Where all output of a process goes.
+#[derive(Debug)]
+pub struct Sinks {
+    /// Output; with a terminal everything it prints.
+    pub stdout: Sink,
+    /// Errors.
+    pub stderr: Sink,
+    /// The program behind both, if there is one.
+    pub logger: Option<Logger>,
+}
+
+impl Sinks {
+    /// Opens the streams for output. A logger named for stdout gets stderr, too.
+    ///
+    /// # Errors
+    /// See [`StdioError`].
+    pub async fn open(paths: &StdioPaths, owner: Owner<'_>) -> Result<Self, StdioError> {
+        if is_logger(&paths.stdout) {
+            let (logger, Inputs { stdout, stderr }) = Logger::start(&paths.stdout, owner).await?;
+            return Ok(Self {
+                stdout: Sink::Pipe(stdout),
+                stderr: Sink::Pipe(stderr),
+                logger: Some(logger),
+            });
+        }
+        let stderr = if paths.terminal { "" } else { &paths.stderr };
+        Ok(Self {
+            stdout: Sink::open("stdout", &paths.stdout)?,
+            stderr: Sink::open("stderr", stderr)?,
+            logger: None,
+        })
     }
 }
 
@@ -192,6 +233,7 @@ pub struct Copies {
     outputs: Mutex<Vec<JoinHandle<()>>>,
     input: Mutex<Option<JoinHandle<()>>>,
     hold: Mutex<Hold>,
+    logger: Mutex<Option<Logger>>,
 }
 
 /// What keeps the input FIFO from ending.
@@ -214,6 +256,11 @@ impl Copies {
     /// Copies a guest stream to a sink until the stream ends.
     pub fn add_output(&self, kind: StreamKind, stream: UnixStream, sink: Sink) {
         locked(&self.outputs).push(tokio::spawn(copy_output(kind, stream, sink)));
+    }
+
+    /// Keeps the logger that reads what is copied, until it has read all.
+    pub fn set_logger(&self, logger: Logger) {
+        *locked(&self.logger) = Some(logger);
     }
 
     /// Copies a source to the guest's stdin until the source ends.
@@ -242,6 +289,12 @@ impl Copies {
                 output.abort();
             }
         }
+        let logger = locked(&self.logger).take();
+        if let Some(mut logger) = logger
+            && tokio::time::timeout(LOGGER, logger.ended()).await.is_err()
+        {
+            warn!("the logger has not ended in time");
+        }
         self.abort();
     }
 
@@ -254,6 +307,7 @@ impl Copies {
         for output in locked(&self.outputs).drain(..) {
             output.abort();
         }
+        drop(locked(&self.logger).take());
     }
 }
 
@@ -400,8 +454,54 @@ mod tests {
         }
         assert_eq!(std::fs::read(&path).unwrap(), b"ab");
         assert!(matches!(
-            Sink::open("stdout", "binary:///bin/x"),
+            Sink::open("stdout", "tcp://host:1"),
             Err(StdioError::Scheme { .. })
         ));
+    }
+
+    #[tokio::test]
+    async fn a_logger_that_died_does_not_hold_the_process_up() {
+        let owner = Owner {
+            namespace: "n",
+            id: "c",
+        };
+        let paths = StdioPaths {
+            stdout: "binary:///bin/true".into(),
+            stderr: "binary:///bin/true".into(),
+            ..Default::default()
+        };
+        let sinks = Sinks::open(&paths, owner).await.unwrap();
+        let copies = Copies::default();
+        copies.set_logger(sinks.logger.unwrap());
+        let (ours, mut guest) = UnixStream::pair().unwrap();
+        copies.add_output(StreamKind::Stdout, ours, sinks.stdout);
+        let all = async {
+            for _ in 0..100 {
+                guest.write_all(&[b'x'; 10_000]).await.unwrap();
+            }
+            drop(guest);
+            copies.drain(Duration::from_secs(5)).await;
+        };
+        tokio::time::timeout(Duration::from_secs(10), all).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_died_may_be_followed_by_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir, "out");
+        let (ours, mut guest) = UnixStream::pair().unwrap();
+        let copies = Copies::default();
+        copies.add_output(
+            StreamKind::Stdout,
+            ours,
+            Sink::open("stdout", path.to_str().unwrap()).unwrap(),
+        );
+        for text in ["one", "two"] {
+            let mut reader = pipe::OpenOptions::new().open_receiver(&path).unwrap();
+            guest.write_all(text.as_bytes()).await.unwrap();
+            let mut got = [0; 3];
+            reader.read_exact(&mut got).await.unwrap();
+            assert_eq!(&got, text.as_bytes());
+        }
     }
 }

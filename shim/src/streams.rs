@@ -7,7 +7,7 @@ use protocol::{StreamHeader, StreamKind, ports};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use crate::guest::GuestProcess;
+use crate::guest::{END_FOLLOWS, GuestProcess};
 use crate::vm::{Vm, VmError};
 
 /// Longest answer line, in bytes.
@@ -51,7 +51,17 @@ pub async fn attach(vm: &dyn Vm, process: &GuestProcess, stream: StreamKind) -> 
     };
     let answer = tokio::time::timeout(LIMIT, talk)
         .await
-        .map_err(|_| StreamError::Timeout)??;
+        .map_err(|_| StreamError::Timeout)?;
+    let answer = match answer {
+        Ok(answer) => answer,
+        // Most often the first sign of the machine's end, which tells more.
+        Err(error) => {
+            return Err(match tokio::time::timeout(END_FOLLOWS, vm.ended()).await {
+                Ok(reason) => StreamError::Connect(VmError::Gone(reason)),
+                Err(_) => error.into(),
+            });
+        }
+    };
     match answer.as_str() {
         "ok" => Ok(connection),
         other => Err(StreamError::Refused(

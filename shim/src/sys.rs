@@ -10,6 +10,9 @@ use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, s
 use tokio::io::unix::AsyncFd;
 use vmm::control::MAX_FDS;
 
+/// Descriptors placed in a child have numbers below this.
+const PLACED: i32 = 16;
+
 /// Makes `fd` the descriptor `number` of the child that `command` starts.
 pub(crate) fn place_descriptor(command: &mut Command, fd: OwnedFd, number: i32) {
     let hook = move || {
@@ -29,6 +32,18 @@ pub(crate) fn place_descriptor(command: &mut Command, fd: OwnedFd, number: i32) 
     };
     // SAFETY: the hook makes only async-signal-safe system calls and does not allocate.
     unsafe { command.pre_exec(hook) };
+}
+
+/// Makes each descriptor the one of that number in the child that `command` starts. The numbers are below [`PLACED`].
+pub(crate) fn place_descriptors(command: &mut Command, places: Vec<(OwnedFd, i32)>) -> std::io::Result<()> {
+    for (fd, number) in places {
+        // Out of the way first: else placing one could overwrite another that waits for its turn.
+        let moved = nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_DUPFD_CLOEXEC(PLACED))?;
+        // SAFETY: the kernel has just made this descriptor for us, and nobody else knows it.
+        let moved = unsafe { OwnedFd::from_raw_fd(moved) };
+        place_descriptor(command, moved, number);
+    }
+    Ok(())
 }
 
 /// Registers a descriptor with the event loop.

@@ -15,8 +15,9 @@ use crate::error::{Error, Result};
 use crate::events::{Publisher, timestamp};
 use crate::guest::GuestProcess;
 use crate::lifecycle::{Exit, Lifecycle, Notice, ProcessId};
+use crate::logger::Owner;
 use crate::restore::ForkMode;
-use crate::stdio::{Copies, Sink, Source, StdioError, StdioPaths};
+use crate::stdio::{Copies, Sink, Sinks, Source, StdioError, StdioPaths};
 use crate::streams;
 use crate::vm::Vm;
 
@@ -52,23 +53,27 @@ impl Process {
         self.exit.subscribe()
     }
 
-    /// Opens containerd's side of the streams, attaches the guest's, and starts copying. With `lenient`, streams that the guest's
+    /// Opens containerd's side of the streams (`owner` is told to a logger), attaches the guest's, and starts copying. With `lenient`, streams that the guest's
     /// process does not have are left out: a restored process has those of the day of its checkpoint.
     ///
     /// # Errors
     /// A stream cannot be opened or attached.
-    pub async fn attach(&self, vm: &dyn Vm, lenient: bool) -> Result<(), StdioError> {
+    pub async fn attach(&self, vm: &dyn Vm, owner: Owner<'_>, lenient: bool) -> Result<(), StdioError> {
         let paths = &self.stdio;
+        let Sinks { stdout, stderr, logger } = Sinks::open(paths, owner).await?;
+        if let Some(logger) = logger {
+            self.copies.set_logger(logger);
+        }
+        let stdout = self.attach_output(vm, (StreamKind::Stdout, "stdout", &paths.stdout), stdout, lenient);
         let stderr = async {
             match paths.terminal {
                 true => Ok(()),
                 false => {
-                    self.attach_output(vm, (StreamKind::Stderr, "stderr", &paths.stderr), lenient)
+                    self.attach_output(vm, (StreamKind::Stderr, "stderr", &paths.stderr), stderr, lenient)
                         .await
                 }
             }
         };
-        let stdout = self.attach_output(vm, (StreamKind::Stdout, "stdout", &paths.stdout), lenient);
         // Each is a round trip to the guest.
         let attached = tokio::join!(stdout, stderr, self.attach_input(vm, lenient));
         attached.0.and(attached.1).and(attached.2)
@@ -78,13 +83,13 @@ impl Process {
         &self,
         vm: &dyn Vm,
         (kind, what, uri): (StreamKind, &'static str, &str),
+        sink: Sink,
         lenient: bool,
     ) -> Result<(), StdioError> {
         // A stream that goes nowhere is read, too, lest the process wait for room in its pipe.
         if uri.is_empty() && !lenient {
             return Ok(());
         }
-        let sink = Sink::open(what, uri)?;
         if let Some(stream) = self.attach_one(vm, kind, what, lenient).await? {
             self.copies.add_output(kind, stream, sink);
         }

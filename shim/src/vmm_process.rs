@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use nix::sys::signal::Signal;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
@@ -93,11 +94,7 @@ impl VmmProcess {
                 // The zombie stays until `kill` reaps it, so its pid cannot become somebody else's.
                 let id = Id::Pid(Pid::from_raw(pid.cast_signed()));
                 let status = waitid(id, WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
-                let _ = exit_tx.send(match status {
-                    Ok(WaitStatus::Exited(_, code)) => format!("it exited with status {code}"),
-                    Ok(WaitStatus::Signaled(_, signal, _)) => format!("it was ended by {signal}"),
-                    _ => "it ended".to_owned(),
-                });
+                let _ = exit_tx.send(status.ok());
             })
             .map_err(|e| failed(format!("start thread: {e}")))?;
         let channel = Channel {
@@ -138,7 +135,7 @@ impl Channel {
     async fn run(
         mut self,
         mut requests: mpsc::UnboundedReceiver<Outgoing>,
-        exit: oneshot::Receiver<String>,
+        exit: oneshot::Receiver<Option<WaitStatus>>,
         ended: watch::Sender<Option<String>>,
         log: PathBuf,
     ) {
@@ -158,7 +155,7 @@ impl Channel {
                 },
                 // A child of the VMM that writes a save may hold the socket open longer than the VMM lives.
                 ended = &mut exit => {
-                    status = Some(ended.unwrap_or_else(|_| "it ended".to_owned()));
+                    status = ended.ok().flatten();
                     break;
                 }
                 next = requests.recv() => match next {
@@ -171,7 +168,8 @@ impl Channel {
             status = tokio::time::timeout(Duration::from_secs(5), &mut exit)
                 .await
                 .ok()
-                .and_then(Result::ok);
+                .and_then(Result::ok)
+                .flatten();
         }
         let reason = self.describe(status, &log);
         ended.send_replace(Some(reason.clone()));
@@ -184,17 +182,26 @@ impl Channel {
         }
     }
 
-    fn describe(&self, exit: Option<String>, log: &Path) -> String {
-        let mut reason = match (&self.reason, exit) {
-            (Some(reason), _) => reason.clone(),
-            (None, Some(status)) => status,
-            (None, None) => "control socket closed".to_owned(),
+    /// How the VMM ended: in its own words if it had any, else as the kernel says. What it wrote to its log is added where that may
+    /// explain the end, which it cannot when somebody killed it.
+    fn describe(&self, exit: Option<WaitStatus>, log: &Path) -> String {
+        if let Some(reason) = &self.reason {
+            return reason.clone();
+        }
+        let reason = match exit {
+            Some(WaitStatus::Exited(_, code)) => format!("it exited with status {code}"),
+            Some(WaitStatus::Signaled(_, signal @ (Signal::SIGKILL | Signal::SIGTERM | Signal::SIGINT), _)) => {
+                return format!("it was killed by {signal}");
+            }
+            Some(WaitStatus::Signaled(_, signal, _)) => format!("it was killed by {signal}"),
+            _ => "control socket closed".to_owned(),
         };
         let tail = state_dir::tail(log, 600);
-        if self.reason.is_none() && !tail.is_empty() {
-            reason = format!("{reason}; it said: {tail}");
+        if tail.is_empty() {
+            reason
+        } else {
+            format!("{reason}; it said: {tail}")
         }
-        reason
     }
 
     fn handle(&mut self, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<(), String> {
@@ -350,6 +357,17 @@ mod tests {
         let refused = vmm.request(Request::Stats, Vec::new()).await.unwrap_err();
         assert!(matches!(refused, VmError::Gone(_)), "{refused}");
         vmm.kill().await;
+    }
+
+    #[tokio::test]
+    async fn a_killed_program_is_told_without_its_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("vmm");
+        std::fs::write(&program, "#!/bin/sh\necho all is well >&2\nkill -KILL $$\n").unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(&program, mode).unwrap();
+        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false).unwrap();
+        assert_eq!(vmm.ended().await, "it was killed by SIGKILL");
     }
 
     #[tokio::test]

@@ -96,6 +96,13 @@ impl Invocation {
         text
     }
 
+    /// Program and arguments.
+    #[must_use]
+    pub fn words(&self) -> Vec<String> {
+        let all = std::iter::once(&self.program).chain(&self.arguments);
+        all.map(|word| word.to_string_lossy().into_owned()).collect()
+    }
+
     pub(crate) fn spawn(&self) -> Result<Child> {
         Command::new(&self.program)
             .args(&self.arguments)

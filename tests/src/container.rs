@@ -50,6 +50,16 @@ impl Node {
         }
     }
 
+    /// A guard for a container that is made by other means.
+    #[must_use]
+    pub fn container(&self, id: &str) -> Container {
+        Container {
+            node: self.clone(),
+            id: id.into(),
+            removed: false,
+        }
+    }
+
     /// `sh -c SCRIPT` in busybox.
     #[must_use]
     pub fn sh(&self, runtime: Runtime, script: &str) -> Run {
@@ -104,11 +114,7 @@ impl Run {
     }
 
     fn guard(&self) -> Container {
-        Container {
-            node: self.node.clone(),
-            id: self.id.clone(),
-            removed: false,
-        }
+        self.node.container(&self.id)
     }
 
     /// Runs it in the foreground and removes it (`--rm`), whatever its exit code.

@@ -12,12 +12,14 @@ use anyhow::{Result, ensure};
 use crate::containerd::Release;
 use crate::lab::{self, Job, Repeat, quote};
 use crate::workspace::{Workspace, capture, say};
-use crate::{build, test::Summary};
+use crate::{build, test::Summary, tools};
 
 /// The test program's name in the lab.
 const PROGRAM: &str = "e2e";
 /// Checks that the other tests left nothing; runs at the end of every lab.
 const LEFTOVERS: &str = "zz_leftovers::";
+/// Tests that need `nerdctl` in the lab.
+const NERDCTL: &str = "nerdctl::";
 /// How many tests one lab gets, roughly: modules are not divided.
 const TESTS_PER_LAB: usize = 10;
 
@@ -54,7 +56,7 @@ pub(crate) fn run(ws: &Workspace, suite: &Suite, summary: &mut Summary) -> Resul
             .args(["--list", "--format=terse"])
             .args(&suite.filters),
     )?;
-    let tests = listed_tests(&String::from_utf8_lossy(&listed));
+    let mut tests = listed_tests(&String::from_utf8_lossy(&listed));
     ensure!(
         !tests.is_empty(),
         "no end-to-end test matches {}",
@@ -62,6 +64,15 @@ pub(crate) fn run(ws: &Workspace, suite: &Suite, summary: &mut Summary) -> Resul
     );
     let mut programs = suite.containerd.programs(ws)?;
     programs.push((PROGRAM.to_owned(), suite.program.clone()));
+    if tests.iter().any(|test| test.starts_with(NERDCTL)) {
+        match tools::nerdctl(ws) {
+            Ok(path) => programs.push(("nerdctl".to_owned(), path)),
+            Err(error) => {
+                let left_out = tests.extract_if(.., |test| test.starts_with(NERDCTL));
+                left_out.for_each(|test| summary.skip(test, format!("{error:#}")));
+            }
+        }
+    }
     let labs = plan(&tests);
     let deadline = Instant::now() + suite.timeout;
     let next = AtomicUsize::new(0);

@@ -15,6 +15,7 @@ mod lab;
 mod mirror;
 mod setup;
 mod test;
+mod tools;
 mod workspace;
 
 use std::path::PathBuf;

@@ -39,7 +39,7 @@ struct Skipped {
 }
 
 impl Summary {
-    fn skip(&mut self, test: impl Into<String>, reason: impl Into<String>) {
+    pub(crate) fn skip(&mut self, test: impl Into<String>, reason: impl Into<String>) {
         self.skipped.push(Skipped {
             test: test.into(),
             reason: reason.into(),
