@@ -9,6 +9,7 @@ use crate::args::Args;
 use crate::bootstrap::group_of;
 use crate::events::timestamp;
 use crate::lifecycle::LOST;
+use crate::net;
 use crate::rootfs;
 use crate::state_dir::{StateDir, socket_path};
 
@@ -38,6 +39,9 @@ pub fn delete(args: &Args, bundle: &Path) -> DeleteResponse {
         let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &group));
     }
     rootfs::unmount_leftovers(bundle);
+    if group == args.id {
+        net::release(bundle);
+    }
     let mut response = DeleteResponse::new();
     response.pid = pid;
     response.exit_status = LOST;

@@ -225,6 +225,10 @@ impl Vm for FakeVm {
         4242
     }
 
+    fn network_namespace(&self) -> Option<std::path::PathBuf> {
+        None
+    }
+
     async fn request(&self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, VmError> {
         if let Some(reason) = self.ended.borrow().clone() {
             return Err(VmError::Gone(reason));

@@ -12,7 +12,7 @@ use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::shim_async::{Client, TaskClient};
 use protocol::containerd::ttrpc;
 use protocol::guest::{
-    InfoRequest, InfoResponse, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest, RenewRequest,
+    InfoRequest, InfoResponse, NetworkConfig, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest, RenewRequest,
     ThawRequest, WaitOomRequest,
 };
 use protocol::guest_ttrpc::GuestClient;
@@ -153,6 +153,12 @@ impl Guest {
     /// Gives a restored guest its identity.
     pub async fn renew(&self, request: &RenewRequest) -> Result<()> {
         self.guest.renew(with_duration(WORK), request).await?;
+        Ok(())
+    }
+
+    /// Sets up the guest's network interface.
+    pub async fn configure_network(&self, config: &NetworkConfig) -> Result<()> {
+        self.guest.configure_network(with_duration(LOOK), config).await?;
         Ok(())
     }
 

@@ -20,6 +20,7 @@ use crate::checkpoint::{Machine, read_pointer};
 use crate::disks::{READ_ONLY, WRITABLE, WritableDisk};
 use crate::error::{Error, Result};
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
+use crate::net;
 use crate::restore::{self, ForkMode};
 use crate::rootfs::{self, Rootfs};
 use crate::spec::{self, GuestSpec, HostPath};
@@ -73,6 +74,7 @@ pub async fn launch(vm: &dyn Vm, around: &Surroundings, request: &CreateTaskRequ
     let begun = Instant::now();
     let bundle = PathBuf::from(&request.bundle);
     let host = read_spec(&bundle)?;
+    net::check(&host)?;
     let rootfs = rootfs::classify(&request.rootfs)?;
     let (host, prepared) = blocking({
         let (bundle, checkpoint) = (bundle.clone(), request.checkpoint.clone());
@@ -110,7 +112,11 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send
         .map_err(|e| Error::Internal(e.to_string()))?
 }
 
-fn read_spec(bundle: &Path) -> Result<Spec> {
+/// Reads and checks a bundle's `config.json`.
+///
+/// # Errors
+/// It cannot be read, or is no spec.
+pub fn read_spec(bundle: &Path) -> Result<Spec> {
     let path = bundle.join("config.json");
     let mut bytes = Vec::new();
     File::open(&path)
@@ -203,6 +209,7 @@ impl Launch<'_> {
             shape,
             guest_kernel: info.kernel_release,
             agent_generation: info.generation,
+            nets: 1,
             read_only: images,
             disk: Some(disk),
             base: None,
@@ -268,6 +275,7 @@ impl Launch<'_> {
             },
             guest_kernel: manifest.vm.guest_kernel.clone(),
             agent_generation: manifest.vm.agent_generation,
+            nets: manifest.vm.nets,
             read_only: images,
             disk,
             base: Some(manifest.id.clone()),

@@ -25,6 +25,7 @@ use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
 use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
 use crate::restore::ForkMode;
+use crate::net;
 use crate::rootfs;
 use crate::state_dir;
 use crate::stdio::StdioPaths;
@@ -299,6 +300,10 @@ impl Sandbox {
         let resumed = is_init && live.container.fork == Some(ForkMode::Resume);
         record.attach(vm, resumed).await?;
         let guest = &live.guest;
+        if is_init {
+            let nets = live.machine.lock().await.nets;
+            net::connect(vm, guest, nets).await?;
+        }
         if is_init && matches!(live.container.fork, Some(ForkMode::Resume | ForkMode::Exec)) {
             while_alive(vm, guest.thaw(&[])).await?;
             if live.container.resume_after_thaw {
@@ -586,6 +591,7 @@ impl Sandbox {
         }
         self.end_machine(&live, &record).await;
         rootfs::unmount_leftovers(&live.container.bundle);
+        net::release(&live.container.bundle);
         *self.slot() = Slot::Over;
         let event = TaskDelete {
             container_id: id.to_owned(),

@@ -18,7 +18,10 @@ use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot, watch};
 use vmm::control::{CONTROL_FD, Event, ExitReason, MAX_MESSAGE, Message, Reply, Request};
 
+use crate::error::chain;
+use crate::net::{Namespace, namespace};
 use crate::state_dir;
+use crate::sys::{ChildNetwork, place_in_network};
 use crate::vm::{Vm, VmError};
 
 type Answer = oneshot::Sender<Result<Reply, VmError>>;
@@ -33,6 +36,7 @@ struct Outgoing {
 /// A running `ramet-vmm`.
 pub struct VmmProcess {
     pid: u32,
+    has_network: bool,
     outgoing: mpsc::UnboundedSender<Outgoing>,
     ready: watch::Receiver<bool>,
     ended: watch::Receiver<Option<String>>,
@@ -53,11 +57,11 @@ pub fn find_program() -> PathBuf {
 }
 
 impl VmmProcess {
-    /// Starts the program; it opens KVM and waits for its first request.
+    /// Starts the program, in a network namespace if one is given (else in ours); it opens KVM and waits for its first request.
     ///
     /// # Errors
     /// The program cannot be run.
-    pub fn spawn(program: &Path, log: &Path, debug: bool) -> Result<Self, VmError> {
+    pub fn spawn(program: &Path, log: &Path, debug: bool, network: Option<Namespace>) -> Result<Self, VmError> {
         let failed = |reason: String| VmError::Spawn {
             program: program.display().to_string(),
             reason,
@@ -78,6 +82,16 @@ impl VmmProcess {
             .stderr(log_file);
         let filter = std::env::var("RAMET_LOG").unwrap_or_else(|_| if debug { "debug".into() } else { "info".into() });
         command.env("RAMET_LOG", filter);
+        let has_network = network.is_some();
+        match network {
+            Some(Namespace::Of(path)) => {
+                let namespace = namespace::open(&path).map_err(|e| failed(chain(&e)))?;
+                place_in_network(&mut command, ChildNetwork::Join(namespace));
+            }
+            // Whoever asks for the host's network is refused later; the VMM needs none.
+            Some(Namespace::New | Namespace::Host) => place_in_network(&mut command, ChildNetwork::New),
+            None => {}
+        }
         crate::sys::place_descriptor(&mut command, theirs, CONTROL_FD);
         let child = command.spawn().map_err(|e| failed(e.to_string()))?;
         drop(command);
@@ -109,6 +123,7 @@ impl VmmProcess {
         tokio::spawn(channel.run(requests, exit_rx, ended_tx, log.to_owned()));
         Ok(Self {
             pid,
+            has_network,
             outgoing,
             ready,
             ended,
@@ -275,6 +290,10 @@ impl Vm for VmmProcess {
         self.pid
     }
 
+    fn network_namespace(&self) -> Option<PathBuf> {
+        self.has_network.then(|| PathBuf::from(format!("/proc/{}/ns/net", self.pid)))
+    }
+
     async fn request(&self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, VmError> {
         let (answer, reply) = oneshot::channel();
         self.outgoing
@@ -341,7 +360,7 @@ mod tests {
         std::fs::write(&program, "#!/bin/sh\necho no kvm here >&2\nexit 3\n").unwrap();
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         std::fs::set_permissions(&program, mode).unwrap();
-        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false).unwrap();
+        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false, None).unwrap();
         let reason = vmm.ended().await;
         assert!(
             reason.contains("status 3") && reason.contains("no kvm here"),
@@ -354,7 +373,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_missing_program_is_named() {
-        let error = VmmProcess::spawn(Path::new("/nonexistent/vmm"), Path::new("/dev/null"), false)
+        let error = VmmProcess::spawn(Path::new("/nonexistent/vmm"), Path::new("/dev/null"), false, None)
             .err()
             .unwrap();
         assert!(error.to_string().contains("/nonexistent/vmm"), "{error}");
