@@ -404,7 +404,10 @@ mod tests {
         let plan = plan(&config).expect("well formed").expect("there is a MAC");
         assert_eq!(plan.routes[0].gateway, None);
         let default = &plan.routes[1];
-        assert_eq!((default.destination, default.gateway), (None, Some([10, 0, 0, 1].into())));
+        assert_eq!(
+            (default.destination, default.gateway),
+            (None, Some([10, 0, 0, 1].into()))
+        );
     }
 
     #[test]

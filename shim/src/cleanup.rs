@@ -8,6 +8,8 @@ use protocol::containerd::api::DeleteResponse;
 use crate::args::Args;
 use crate::bootstrap::group_of;
 use crate::events::timestamp;
+use crate::hooks;
+use crate::launch::HOOKS_MARK;
 use crate::lifecycle::LOST;
 use crate::net;
 use crate::rootfs;
@@ -35,6 +37,7 @@ pub fn delete(args: &Args, bundle: &Path) -> DeleteResponse {
         if let Some(vmm) = vmm {
             vmm.kill();
         }
+        hooks::finish(bundle, &state.join(HOOKS_MARK));
         state.remove();
         let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &group));
     }

@@ -17,7 +17,8 @@ use crate::args::Args;
 use crate::boot::GuestImage;
 use crate::bootstrap::TTRPC_ADDRESS;
 use crate::events::Publisher;
-use crate::launch::{Surroundings, read_spec};
+use crate::hooks;
+use crate::launch::{HOOKS_MARK, Surroundings, read_spec};
 use crate::logging;
 use crate::net::Namespace;
 use crate::sandbox::Sandbox;
@@ -45,6 +46,7 @@ pub fn run(args: &Args, bundle: &Path) -> anyhow::Result<()> {
     let state = StateDir::new(&args.namespace, &args.id);
     let served = runtime.block_on(serve(args, bundle, listener, &state));
     let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &args.id));
+    hooks::finish(bundle, &state.join(HOOKS_MARK));
     keep_logs(args, &state);
     state.remove();
     if let Err(error) = &served {

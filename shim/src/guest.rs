@@ -12,8 +12,8 @@ use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::shim_async::{Client, TaskClient};
 use protocol::containerd::ttrpc;
 use protocol::guest::{
-    InfoRequest, InfoResponse, NetworkConfig, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest, RenewRequest,
-    ThawRequest, WaitOomRequest,
+    InfoRequest, InfoResponse, NetworkConfig, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest,
+    RenewRequest, ThawRequest, WaitOomRequest,
 };
 use protocol::guest_ttrpc::GuestClient;
 use tokio::net::UnixStream;

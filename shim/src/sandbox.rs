@@ -22,10 +22,11 @@ use crate::checkpoint::{self, Machine, Pointer};
 use crate::error::{Error, Result};
 use crate::events::{Publisher, timestamp};
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
+use crate::hooks::{self, Hooks};
 use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
-use crate::restore::ForkMode;
 use crate::net;
+use crate::restore::ForkMode;
 use crate::rootfs;
 use crate::state_dir;
 use crate::stdio::StdioPaths;
@@ -64,6 +65,8 @@ struct Live {
     machine: Arc<tokio::sync::Mutex<Machine>>,
     /// Where `ctr task checkpoint` puts checkpoints.
     store: PathBuf,
+    /// Hooks that run when it starts.
+    hooks: Option<Hooks>,
 }
 
 #[derive(Default)]
@@ -166,6 +169,7 @@ impl Sandbox {
                 *self.slot() = Slot::Over;
                 vm.kill().await;
                 rootfs::unmount_leftovers(Path::new(&request.bundle));
+                self.run_poststop(Path::new(&request.bundle)).await;
                 Err(error)
             }
         }
@@ -193,6 +197,7 @@ impl Sandbox {
             guest: launched.guest,
             machine: Arc::new(tokio::sync::Mutex::new(launched.machine)),
             store: checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
+            hooks: launched.hooks,
         });
         *self.slot() = Slot::Live(live.clone());
         self.publisher
@@ -318,8 +323,28 @@ impl Sandbox {
         }
         if !is_init {
             self.spawn_waiter(live, record.id.clone(), record.guest.clone());
+        } else if let Some(hooks) = live.hooks.clone()
+            && let Err(error) = launch::blocking(move || hooks.started()).await
+        {
+            let kill = guest.kill(&record.guest, libc::SIGKILL.cast_unsigned(), true);
+            if let Err(error) = while_alive(vm, kill).await {
+                warn!(%error, "a container whose poststart hook failed cannot be stopped");
+            }
+            return Err(error);
         }
         Ok(())
+    }
+
+    /// Runs the hooks that are due when nothing is left of the container.
+    async fn run_poststop(&self, bundle: &Path) {
+        let (bundle, mark) = (bundle.to_owned(), self.around.hooks_mark());
+        let done = launch::blocking(move || {
+            hooks::finish(&bundle, &mark);
+            Ok(())
+        });
+        if let Err(error) = done.await {
+            warn!(error = error.text(), "poststop hooks");
+        }
     }
 
     /// Registers an exec.
@@ -592,6 +617,7 @@ impl Sandbox {
         self.end_machine(&live, &record).await;
         rootfs::unmount_leftovers(&live.container.bundle);
         net::release(&live.container.bundle);
+        self.run_poststop(&live.container.bundle).await;
         *self.slot() = Slot::Over;
         let event = TaskDelete {
             container_id: id.to_owned(),

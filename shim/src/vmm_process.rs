@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use vmm::control::{CONTROL_FD, Event, ExitReason, MAX_MESSAGE, Message, Reply, Request};
 
 use crate::error::chain;
-use crate::net::{Namespace, namespace};
+use crate::net::{Namespace, NetError, namespace};
 use crate::state_dir;
 use crate::sys::{ChildNetwork, place_in_network};
 use crate::vm::{Vm, VmError};
@@ -56,6 +56,29 @@ pub fn find_program() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from("ramet-vmm"))
 }
 
+/// The program without anything of ours but its log.
+fn bare_command(program: &Path, log: &Path, debug: bool) -> std::io::Result<Command> {
+    let log_file = File::options().create(true).append(true).open(log)?;
+    let filter = std::env::var("RAMET_LOG").unwrap_or_else(|_| if debug { "debug".into() } else { "info".into() });
+    let mut command = Command::new(program);
+    command
+        .env_clear()
+        .env("RAMET_LOG", filter)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log_file);
+    Ok(command)
+}
+
+/// Where the VMM lives. Whoever asks for the host's network is refused later; the VMM needs none.
+fn child_network(network: &Namespace) -> Result<ChildNetwork, NetError> {
+    match network {
+        Namespace::Of(path) => namespace::open(path).map(ChildNetwork::Join),
+        Namespace::New | Namespace::Host => Ok(ChildNetwork::New),
+    }
+}
+
 impl VmmProcess {
     /// Starts the program, in a network namespace if one is given (else in ours); it opens KVM and waits for its first request.
     ///
@@ -68,29 +91,12 @@ impl VmmProcess {
         };
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(|e| failed(format!("make control socket: {e}")))?;
-        let log_file = File::options()
-            .create(true)
-            .append(true)
-            .open(log)
-            .map_err(|e| failed(format!("open {}: {e}", log.display())))?;
-        let mut command = Command::new(program);
-        command
-            .env_clear()
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log_file);
-        let filter = std::env::var("RAMET_LOG").unwrap_or_else(|_| if debug { "debug".into() } else { "info".into() });
-        command.env("RAMET_LOG", filter);
+        let mut command =
+            bare_command(program, log, debug).map_err(|e| failed(format!("open {}: {e}", log.display())))?;
         let has_network = network.is_some();
-        match network {
-            Some(Namespace::Of(path)) => {
-                let namespace = namespace::open(&path).map_err(|e| failed(chain(&e)))?;
-                place_in_network(&mut command, ChildNetwork::Join(namespace));
-            }
-            // Whoever asks for the host's network is refused later; the VMM needs none.
-            Some(Namespace::New | Namespace::Host) => place_in_network(&mut command, ChildNetwork::New),
-            None => {}
+        if let Some(network) = network {
+            let network = child_network(&network).map_err(|e| failed(chain(&e)))?;
+            place_in_network(&mut command, network);
         }
         crate::sys::place_descriptor(&mut command, theirs, CONTROL_FD);
         let child = command.spawn().map_err(|e| failed(e.to_string()))?;
@@ -291,7 +297,8 @@ impl Vm for VmmProcess {
     }
 
     fn network_namespace(&self) -> Option<PathBuf> {
-        self.has_network.then(|| PathBuf::from(format!("/proc/{}/ns/net", self.pid)))
+        self.has_network
+            .then(|| PathBuf::from(format!("/proc/{}/ns/net", self.pid)))
     }
 
     async fn request(&self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, VmError> {

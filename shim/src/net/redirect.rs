@@ -45,8 +45,10 @@ pub fn attach(netlink: &Netlink, interface: &Interface) -> Result<OwnedFd, NetEr
 /// The kernel refuses.
 pub fn detach_all(netlink: &Netlink) -> Result<(), NetError> {
     for interface in links(netlink)? {
-        remove(netlink, interface.index)
-            .map_err(NetError::system(format!("remove the redirection of {}", interface.name)))?;
+        remove(netlink, interface.index).map_err(NetError::system(format!(
+            "remove the redirection of {}",
+            interface.name
+        )))?;
     }
     Ok(())
 }
@@ -125,9 +127,10 @@ fn rule(from: i32, to: i32) -> Body {
         .iter()
         .flat_map(|number: &u32| number.to_ne_bytes())
         .collect();
-    let action = Body::default()
-        .attribute(ACTION_KIND, b"mirred\0")
-        .nested(ACTION_OPTIONS, &Body::default().attribute(MIRRED_PARAMETERS, &parameters));
+    let action = Body::default().attribute(ACTION_KIND, b"mirred\0").nested(
+        ACTION_OPTIONS,
+        &Body::default().attribute(MIRRED_PARAMETERS, &parameters),
+    );
     let actions = Body::default().nested(1, &action);
     tcmsg(from, 0, INGRESS, rule_info())
         .attribute(TCA_KIND, b"matchall\0")
@@ -145,7 +148,11 @@ fn remove(netlink: &Netlink, index: i32) -> io::Result<()> {
     let mut others = false;
     let listed = netlink.dump(libc::RTM_GETTFILTER, &tcmsg(index, 0, INGRESS, 0), |_, payload| {
         let info = i32_at(payload, 16).unwrap_or_default().cast_unsigned();
-        if info == rule_info() { ours = true } else { others = true }
+        if info == rule_info() {
+            ours = true
+        } else {
+            others = true
+        }
     });
     gone(listed)?;
     if !ours {

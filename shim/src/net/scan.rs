@@ -245,7 +245,10 @@ mod tests {
         let addresses: Vec<_> = config.addresses.iter().map(|a| a.cidr.as_str()).collect();
         assert_eq!(addresses, ["10.4.0.7/24", "fd00::7/64"]);
         let route = &config.routes[0];
-        assert_eq!((route.destination.as_str(), route.gateway.as_str(), route.metric), ("0.0.0.0/0", "10.4.0.1", 7));
+        assert_eq!(
+            (route.destination.as_str(), route.gateway.as_str(), route.metric),
+            ("0.0.0.0/0", "10.4.0.1", 7)
+        );
         assert_eq!(config.neighbours[0].address, "10.4.0.1");
     }
 

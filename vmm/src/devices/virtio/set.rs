@@ -126,9 +126,7 @@ impl DeviceSet {
         for device in &state.devices {
             models.push(match &device.model {
                 ModelState::Block(saved) => AnyModel::Block(restore_block(saved, &mut disks)?),
-                ModelState::Net => {
-                    AnyModel::Net(NetModel::new(nets.next().unwrap_or_else(Net::unplugged))?)
-                }
+                ModelState::Net => AnyModel::Net(NetModel::new(nets.next().unwrap_or_else(Net::unplugged))?),
                 ModelState::Vsock(saved) => AnyModel::Vsock(Box::new(Vsock::restore(saved, events.clone()))),
                 ModelState::Rng => AnyModel::Rng(Rng),
             });

@@ -146,7 +146,8 @@ fn a_tap_can_be_plugged_in_while_the_guest_runs() {
 
     let (tap, wire) = UnixDatagram::pair().unwrap();
     wire.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-    set.with_net(0, |net, poller| net.plug(tap.into(), poller).unwrap()).unwrap();
+    set.with_net(0, |net, poller| net.plug(tap.into(), poller).unwrap())
+        .unwrap();
     wire.send(&frame(2, 100)).unwrap();
     assert_eq!(driver.wait(RECEIVE).1[HEADER..], [2; 100]);
     driver.add(&set, TRANSMIT, &[&frame(3, 20)], &[]);
