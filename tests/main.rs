@@ -7,7 +7,7 @@
 //! | `checkpoint.rs`, `fork.rs` | a running container becomes an image; the image runs as forks |
 //! | `image.rs` | checkpoint images travel, and damaged ones are refused |
 //! | `odd_images.rs` | whiteouts, links, owners, names, many layers, users: as with runc |
-//! | `net.rs` | networks |
+//! | `net.rs`, `hooks.rs` | networks; OCI hooks |
 //! | `snapshotter.rs` | layers, usage, removal, restarts |
 //! | `errors.rs`, `crash.rs` | bad input; kill -9 of every process |
 //! | `examples.rs` | the examples do what they say |
@@ -22,6 +22,7 @@ mod errors;
 mod examples;
 mod exec;
 mod fork;
+mod hooks;
 mod image;
 mod net;
 mod odd_images;
