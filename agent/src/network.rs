@@ -3,7 +3,7 @@
 use std::io;
 use std::net::IpAddr;
 
-use netlink::{Body, CREATE_EXCL, CREATE_REPLACE, Netlink, attributes, i32_at, u16_at};
+use netlink::{Body, CREATE_EXCL, CREATE_REPLACE, Netlink, attributes, i32_at, u16_at, u32_at};
 use protocol::guest::NetworkConfig;
 
 use crate::error::{AgentError, Result};
@@ -15,6 +15,8 @@ const MAX_ENTRIES: usize = 64;
 const IFINFOMSG: usize = 16;
 const IFADDRMSG: usize = 8;
 const NDMSG: usize = 12;
+
+const IFF_UP: u32 = 1;
 
 /// An address with the length of its network's prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,12 +77,13 @@ pub fn configure(config: &NetworkConfig) -> Result<()> {
     let plan = plan(config)?;
     let netlink = Netlink::route().map_err(|error| AgentError::io("open a routing socket", error))?;
     match (find_link(&netlink)?, plan) {
-        (Some(link), Some(plan)) => {
+        (Some((link, _)), Some(plan)) => {
             take_down(&netlink, link)?;
             apply(&netlink, link, &plan)
         }
-        (Some(link), None) => take_down(&netlink, link),
-        (None, None) => Ok(()),
+        (Some((link, true)), None) => take_down(&netlink, link),
+        // Nothing was ever set up: the usual case of a fork without network, which need not wait for the kernel to take down a link.
+        (Some((_, false)) | None, None) => Ok(()),
         (None, Some(_)) => Err(AgentError::not_found("network interface", "eth0")),
     }
 }
@@ -158,13 +161,14 @@ fn parse_mac(text: &str) -> Result<[u8; 6]> {
     }
 }
 
-/// The first Ethernet interface that is not ours by name: the VM has one.
-fn find_link(netlink: &Netlink) -> Result<Option<i32>> {
+/// The first Ethernet interface and whether it is up: the VM has one.
+fn find_link(netlink: &Netlink) -> Result<Option<(i32, bool)>> {
     const ARPHRD_ETHER: u16 = 1;
     let mut found = None;
     let visit = |_, payload: &[u8]| {
         if u16_at(payload, 2) == Some(ARPHRD_ETHER) && found.is_none() {
-            found = i32_at(payload, 4);
+            let up = u32_at(payload, 8).is_some_and(|flags| flags & IFF_UP != 0);
+            found = i32_at(payload, 4).map(|index| (index, up));
         }
     };
     netlink
@@ -248,7 +252,6 @@ fn is_gone(error: &io::Error) -> bool {
 }
 
 fn link_body(index: i32, up: bool) -> Body {
-    const IFF_UP: u32 = 1;
     let mut fixed = [0; IFINFOMSG];
     fixed[4..8].copy_from_slice(&index.to_ne_bytes());
     fixed[8..12].copy_from_slice(&u32::from(up).to_ne_bytes());
