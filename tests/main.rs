@@ -7,6 +7,7 @@
 //! | `checkpoint.rs`, `fork.rs` | a running container becomes an image; the image runs as forks |
 //! | `image.rs` | checkpoint images travel, and damaged ones are refused |
 //! | `odd_images.rs` | whiteouts, links, owners, names, many layers, users: as with runc |
+//! | `net.rs`, `hooks.rs` | networks; OCI hooks |
 //! | `snapshotter.rs` | layers, usage, removal, restarts |
 //! | `limits.rs`, `spec.rs` | limits and statistics; what the OCI spec asks for |
 //! | `nerdctl.rs` | what nerdctl's users do |
@@ -23,9 +24,11 @@ mod errors;
 mod examples;
 mod exec;
 mod fork;
+mod hooks;
 mod image;
 mod limits;
 mod nerdctl;
+mod net;
 mod odd_images;
 mod pod;
 mod snapshotter;

@@ -5,7 +5,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::error::{AgentError, Result};
-use crate::netlink::{Body, Netlink};
+use netlink::{Body, Netlink};
 
 /// From linux/sock_diag.h.
 const SOCK_DIAG_BY_FAMILY: u16 = 20;

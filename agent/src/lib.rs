@@ -14,7 +14,6 @@ pub mod fd;
 pub mod guest_service;
 pub mod in_root;
 pub mod init;
-pub mod netlink;
 pub mod network;
 pub mod process;
 pub mod processes;

@@ -3,18 +3,20 @@
 use std::io;
 use std::net::IpAddr;
 
+use netlink::{Body, CREATE_EXCL, CREATE_REPLACE, Netlink, attributes, i32_at, u16_at, u32_at};
 use protocol::guest::NetworkConfig;
 
 use crate::error::{AgentError, Result};
-use crate::netlink::{Body, CREATE_EXCL, CREATE_REPLACE, Netlink, attributes, i32_at, u16_at};
 
-/// Most addresses or routes accepted.
+/// Most addresses, routes or neighbours accepted.
 const MAX_ENTRIES: usize = 64;
 
 /// Length of `struct ifinfomsg`, `ifaddrmsg`, `rtmsg`, `ndmsg`.
 const IFINFOMSG: usize = 16;
 const IFADDRMSG: usize = 8;
 const NDMSG: usize = 12;
+
+const IFF_UP: u32 = 1;
 
 /// An address with the length of its network's prefix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,20 +52,40 @@ struct Plan {
     mac: [u8; 6],
     mtu: u32,
     addresses: Vec<Cidr>,
-    routes: Vec<(Option<Cidr>, Option<IpAddr>)>,
+    routes: Vec<Route>,
+    neighbours: Vec<(IpAddr, [u8; 6])>,
+}
+
+/// A checked [`protocol::guest::Route`].
+#[derive(Debug, PartialEq, Eq)]
+struct Route {
+    /// `None`: everything.
+    destination: Option<Cidr>,
+    /// `None`: on link.
+    gateway: Option<IpAddr>,
+    source: Option<IpAddr>,
+    metric: u32,
 }
 
 /// Sets the guest's interface to exactly what is asked: addresses, routes and neighbours that were there go. Without a MAC
-/// only the loopback interface is brought up.
+/// the guest is left with the loopback interface alone: the other is taken down, and what it had goes.
 ///
 /// # Errors
 /// When the configuration is malformed, there is no interface, or the kernel refuses.
 pub fn configure(config: &NetworkConfig) -> Result<()> {
     loopback_up().map_err(|error| AgentError::io("bring up the loopback interface", error))?;
-    let Some(plan) = plan(config)? else { return Ok(()) };
+    let plan = plan(config)?;
     let netlink = Netlink::route().map_err(|error| AgentError::io("open a routing socket", error))?;
-    let link = find_link(&netlink)?;
-    apply(&netlink, link, &plan)
+    match (find_link(&netlink)?, plan) {
+        (Some((link, _)), Some(plan)) => {
+            take_down(&netlink, link)?;
+            apply(&netlink, link, &plan)
+        }
+        (Some((link, true)), None) => take_down(&netlink, link),
+        // Nothing was ever set up: the usual case of a fork without network, which need not wait for the kernel to take down a link.
+        (Some((_, false)) | None, None) => Ok(()),
+        (None, Some(_)) => Err(AgentError::not_found("network interface", "eth0")),
+    }
 }
 
 /// Brings up `lo`.
@@ -78,8 +100,9 @@ fn plan(config: &NetworkConfig) -> Result<Option<Plan>> {
     if config.mac.is_empty() {
         return Ok(None);
     }
-    if config.addresses.len() > MAX_ENTRIES || config.routes.len() > MAX_ENTRIES {
-        return Err(AgentError::Invalid("too many addresses or routes".into()));
+    let lengths = [config.addresses.len(), config.routes.len(), config.neighbours.len()];
+    if lengths.iter().any(|length| *length > MAX_ENTRIES) {
+        return Err(AgentError::Invalid("too many addresses, routes or neighbours".into()));
     }
     let addresses = config
         .addresses
@@ -89,23 +112,37 @@ fn plan(config: &NetworkConfig) -> Result<Option<Plan>> {
     let mut routes = Vec::new();
     for route in &config.routes {
         let destination = Some(route.destination.as_str()).filter(|text| !text.is_empty());
-        let gateway = Some(route.gateway.as_str()).filter(|text| !text.is_empty());
-        let gateway = gateway
-            .map(|text| {
-                text.parse()
-                    .map_err(|_| AgentError::Invalid(format!("{text:?} is not an address")))
-            })
-            .transpose()?;
-        routes.push((destination.map(Cidr::parse).transpose()?, gateway));
+        routes.push(Route {
+            destination: destination.map(Cidr::parse).transpose()?,
+            gateway: parse_address(&route.gateway)?,
+            source: parse_address(&route.source)?,
+            metric: route.metric,
+        });
     }
     // On-link routes first: a gateway must be reachable when its route is added.
-    routes.sort_by_key(|(_, gateway)| gateway.is_some());
+    routes.sort_by_key(|route| route.gateway.is_some());
+    let mut neighbours = Vec::new();
+    for neighbour in &config.neighbours {
+        let address = parse_address(&neighbour.address)?;
+        let address = address.ok_or_else(|| AgentError::Invalid("a neighbour without address".into()))?;
+        neighbours.push((address, parse_mac(&neighbour.mac)?));
+    }
     Ok(Some(Plan {
         mac: parse_mac(&config.mac)?,
         mtu: config.mtu,
         addresses,
         routes,
+        neighbours,
     }))
+}
+
+/// Reads an address; empty is none.
+fn parse_address(text: &str) -> Result<Option<IpAddr>> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let invalid = |_| AgentError::Invalid(format!("{text:?} is not an address"));
+    text.parse().map(Some).map_err(invalid)
 }
 
 /// Reads `aa:bb:cc:dd:ee:ff`.
@@ -124,29 +161,35 @@ fn parse_mac(text: &str) -> Result<[u8; 6]> {
     }
 }
 
-/// The first Ethernet interface that is not ours by name: the VM has one.
-fn find_link(netlink: &Netlink) -> Result<i32> {
+/// The first Ethernet interface and whether it is up: the VM has one.
+fn find_link(netlink: &Netlink) -> Result<Option<(i32, bool)>> {
     const ARPHRD_ETHER: u16 = 1;
     let mut found = None;
     let visit = |_, payload: &[u8]| {
         if u16_at(payload, 2) == Some(ARPHRD_ETHER) && found.is_none() {
-            found = i32_at(payload, 4);
+            let up = u32_at(payload, 8).is_some_and(|flags| flags & IFF_UP != 0);
+            found = i32_at(payload, 4).map(|index| (index, up));
         }
     };
     netlink
         .dump(libc::RTM_GETLINK, &Body::new(&[0; IFINFOMSG]), visit)
         .map_err(|error| AgentError::io("list the interfaces", error))?;
-    found.ok_or_else(|| AgentError::not_found("network interface", "eth0"))
+    Ok(found)
+}
+
+/// Takes an interface down and everything off it. The driver only takes another MAC then; routes go with the link.
+fn take_down(netlink: &Netlink, link: i32) -> Result<()> {
+    netlink
+        .request(libc::RTM_NEWLINK, 0, &link_body(link, false))
+        .map_err(|error| AgentError::io("take down the interface", error))?;
+    remove_all(netlink, link, libc::RTM_GETADDR, libc::RTM_DELADDR, IFADDRMSG, 4)
+        .map_err(|error| AgentError::io("remove the old addresses", error))?;
+    remove_all(netlink, link, libc::RTM_GETNEIGH, libc::RTM_DELNEIGH, NDMSG, 4)
+        .map_err(|error| AgentError::io("remove the old neighbours", error))
 }
 
 fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
     let failed = |what: String| move |error: io::Error| AgentError::io(what, error);
-    // The driver only takes another MAC while the link is down; that also drops routes and neighbours.
-    netlink
-        .request(libc::RTM_NEWLINK, 0, &link_body(link, false))
-        .map_err(failed("take down the interface".into()))?;
-    remove_all(netlink, link, libc::RTM_GETADDR, libc::RTM_DELADDR, IFADDRMSG, 4)
-        .map_err(failed("remove the old addresses".into()))?;
     let mut body = link_body(link, true).attribute(libc::IFLA_ADDRESS, &plan.mac);
     if plan.mtu != 0 {
         body = body.attribute(libc::IFLA_MTU, &plan.mtu.to_ne_bytes());
@@ -159,13 +202,14 @@ fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
             .request(libc::RTM_NEWADDR, CREATE_REPLACE, &address_body(link, *address))
             .map_err(failed(format!("add address {address:?}")))?;
     }
-    for (destination, gateway) in &plan.routes {
+    for (address, mac) in &plan.neighbours {
         netlink
-            .request(
-                libc::RTM_NEWROUTE,
-                CREATE_EXCL,
-                &route_body(link, *destination, *gateway),
-            )
+            .request(libc::RTM_NEWNEIGH, CREATE_REPLACE, &neighbour_body(link, *address, mac))
+            .map_err(failed(format!("add neighbour {address}")))?;
+    }
+    for route in &plan.routes {
+        netlink
+            .request(libc::RTM_NEWROUTE, CREATE_EXCL, &route_body(link, route))
             .or_else(|error| {
                 if error.raw_os_error() == Some(libc::EEXIST) {
                     Ok(())
@@ -173,10 +217,9 @@ fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
                     Err(error)
                 }
             })
-            .map_err(failed(format!("add route {destination:?} by {gateway:?}")))?;
+            .map_err(failed(format!("add route {route:?}")))?;
     }
-    remove_all(netlink, link, libc::RTM_GETNEIGH, libc::RTM_DELNEIGH, NDMSG, 4)
-        .map_err(failed("remove the old neighbours".into()))
+    Ok(())
 }
 
 /// Removes every entry of a table that belongs to the link. `index_at` is where the entry's interface index is.
@@ -209,7 +252,6 @@ fn is_gone(error: &io::Error) -> bool {
 }
 
 fn link_body(index: i32, up: bool) -> Body {
-    const IFF_UP: u32 = 1;
     let mut fixed = [0; IFINFOMSG];
     fixed[4..8].copy_from_slice(&index.to_ne_bytes());
     fixed[8..12].copy_from_slice(&u32::from(up).to_ne_bytes());
@@ -246,7 +288,26 @@ fn address_body(link: i32, address: Cidr) -> Body {
         .attribute(libc::IFA_ADDRESS, &octets)
 }
 
-fn route_body(link: i32, destination: Option<Cidr>, gateway: Option<IpAddr>) -> Body {
+fn neighbour_body(link: i32, address: IpAddr, mac: &[u8; 6]) -> Body {
+    const NUD_PERMANENT: u8 = 0x80;
+    const NDA_DST: u16 = 1;
+    const NDA_LLADDR: u16 = 2;
+    let mut fixed = [0; NDMSG];
+    fixed[0] = family(address);
+    fixed[4..8].copy_from_slice(&link.to_ne_bytes());
+    fixed[8] = NUD_PERMANENT;
+    Body::new(&fixed)
+        .attribute(NDA_DST, &octets(address))
+        .attribute(NDA_LLADDR, mac)
+}
+
+fn route_body(link: i32, route: &Route) -> Body {
+    let Route {
+        destination,
+        gateway,
+        source,
+        metric,
+    } = *route;
     let any = gateway
         .or(destination.map(|d| d.address))
         .unwrap_or(IpAddr::from([0, 0, 0, 0]));
@@ -276,6 +337,12 @@ fn route_body(link: i32, destination: Option<Cidr>, gateway: Option<IpAddr>) -> 
     }
     if let Some(gateway) = gateway {
         body = body.attribute(libc::RTA_GATEWAY, &octets(gateway));
+    }
+    if let Some(source) = source {
+        body = body.attribute(libc::RTA_PREFSRC, &octets(source));
+    }
+    if metric != 0 {
+        body = body.attribute(libc::RTA_PRIORITY, &metric.to_ne_bytes());
     }
     body.attribute(libc::RTA_OIF, &link.to_ne_bytes())
 }
@@ -338,8 +405,12 @@ mod tests {
             ..Default::default()
         };
         let plan = plan(&config).expect("well formed").expect("there is a MAC");
-        assert_eq!(plan.routes[0].1, None);
-        assert_eq!(plan.routes[1], (None, Some([10, 0, 0, 1].into())));
+        assert_eq!(plan.routes[0].gateway, None);
+        let default = &plan.routes[1];
+        assert_eq!(
+            (default.destination, default.gateway),
+            (None, Some([10, 0, 0, 1].into()))
+        );
     }
 
     #[test]

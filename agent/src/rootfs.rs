@@ -187,7 +187,13 @@ pub fn complete_spec(json: &[u8], id: &str, root: &Path) -> Result<CompleteSpec>
     }
     let mut value: serde_json::Value = serde_json::from_slice(json).map_err(|error| invalid(&error))?;
     let spec = value.as_object_mut().ok_or_else(|| invalid(&"not an object"))?;
-    spec.remove("hooks");
+    // Those that run in the container. The others would run in the guest itself.
+    if let Some(inside) = spec
+        .remove("hooks")
+        .and_then(|mut hooks| hooks.get_mut("startContainer").map(std::mem::take))
+    {
+        spec.insert("hooks".into(), serde_json::json!({"startContainer": inside}));
+    }
     for key in ["root", "linux"] {
         let entry = spec.entry(key).or_insert_with(|| serde_json::json!({}));
         if !entry.is_object() {
@@ -274,17 +280,20 @@ mod tests {
     }
 
     #[test]
-    fn the_spec_gets_root_and_group_and_loses_hooks() {
+    fn the_spec_gets_root_and_group_and_loses_hooks_outside_of_the_container() {
         let json = br#"{"ociVersion":"1.1.0","root":{"path":"/host/rootfs","readonly":true},
             "process":{"cwd":"/work","args":["sh"],"user":{"uid":0,"gid":0}},
-            "hooks":{"prestart":[{"path":"/bin/evil"}]},"linux":{"cgroupsPath":"/k8s/x"}}"#;
+            "hooks":{"prestart":[{"path":"/bin/evil"}],"startContainer":[{"path":"/bin/kept"}]},"linux":{"cgroupsPath":"/k8s/x"}}"#;
         let spec = complete_spec(json, "c1", Path::new("/run/r")).expect("a spec");
         assert_eq!(spec.cwd, "/work");
         let value: serde_json::Value = serde_json::from_str(&spec.json).expect("json");
         assert_eq!(value["root"]["path"], "/run/r");
         assert_eq!(value["root"]["readonly"], true);
         assert_eq!(value["linux"]["cgroupsPath"], "/ramet/c1");
-        assert!(value.get("hooks").is_none());
+        assert_eq!(
+            value["hooks"],
+            serde_json::json!({"startContainer": [{"path": "/bin/kept"}]})
+        );
     }
 
     #[test]

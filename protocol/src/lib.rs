@@ -26,7 +26,7 @@ mod generated {
 pub use generated::{guest, guest_ttrpc};
 
 /// What this build speaks. See `docs/protocol.md` for what raises it.
-pub const GENERATION: u32 = 1;
+pub const GENERATION: u32 = 2;
 
 /// vsock ports. The guest's are listened on by the agent; the host's are connections that the guest opens.
 pub mod ports {

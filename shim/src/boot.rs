@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use checkpoint::disk;
 use checkpoint::layers::LayerImage;
 use oci_spec::runtime::Spec;
-use vmm::control::{BootRequest, limits};
+use vmm::control::{BootRequest, NetConfig, limits};
 
 use crate::disks::{FdList, WritableDisk, read_only_config};
 use crate::error::{Error, Result};
@@ -180,7 +180,7 @@ pub fn request(
         initramfs,
         command_line: std::env::var("RAMET_COMMAND_LINE").unwrap_or_else(|_| COMMAND_LINE.to_owned()),
         disks,
-        nets: Vec::new(),
+        nets: vec![NetConfig::unplugged()],
         console,
         linux_devices: true,
     };

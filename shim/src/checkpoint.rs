@@ -53,6 +53,8 @@ pub struct Machine {
     pub guest_kernel: String,
     /// Of its agent.
     pub agent_generation: u32,
+    /// Number of network devices.
+    pub nets: u32,
     /// Files of the read-only disk.
     pub read_only: Vec<LayerImage>,
     /// The writable disk, if it has one.
@@ -246,7 +248,7 @@ fn manifest(
             memory_bytes: machine.shape.memory_bytes,
             guest_kernel: machine.guest_kernel.clone(),
             agent_generation: machine.agent_generation,
-            nets: 0,
+            nets: machine.nets,
         },
         read_only_disks: vec![ReadOnlyDisk {
             id: READ_ONLY.to_owned(),

@@ -8,7 +8,10 @@ use protocol::containerd::api::DeleteResponse;
 use crate::args::Args;
 use crate::bootstrap::group_of;
 use crate::events::timestamp;
+use crate::hooks;
+use crate::launch::HOOKS_MARK;
 use crate::lifecycle::LOST;
+use crate::net;
 use crate::rootfs;
 use crate::state_dir::{StateDir, socket_path};
 
@@ -34,10 +37,14 @@ pub fn delete(args: &Args, bundle: &Path) -> DeleteResponse {
         if let Some(vmm) = vmm {
             vmm.kill();
         }
+        hooks::finish(bundle, &state.join(HOOKS_MARK));
         state.remove();
         let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &group));
     }
     rootfs::unmount_leftovers(bundle);
+    if group == args.id {
+        net::release(bundle);
+    }
     let mut response = DeleteResponse::new();
     response.pid = pid;
     response.exit_status = LOST;

@@ -17,8 +17,10 @@ use crate::args::Args;
 use crate::boot::GuestImage;
 use crate::bootstrap::TTRPC_ADDRESS;
 use crate::events::Publisher;
-use crate::launch::Surroundings;
+use crate::hooks;
+use crate::launch::{HOOKS_MARK, Surroundings, read_spec};
 use crate::logging;
+use crate::net::Namespace;
 use crate::sandbox::Sandbox;
 use crate::state_dir::{StateDir, socket_path};
 use crate::task_service;
@@ -42,8 +44,9 @@ pub fn run(args: &Args, bundle: &Path) -> anyhow::Result<()> {
         .build()
         .context("start the event loop")?;
     let state = StateDir::new(&args.namespace, &args.id);
-    let served = runtime.block_on(serve(args, listener, &state));
+    let served = runtime.block_on(serve(args, bundle, listener, &state));
     let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &args.id));
+    hooks::finish(bundle, &state.join(HOOKS_MARK));
     keep_logs(args, &state);
     state.remove();
     if let Err(error) = &served {
@@ -72,12 +75,12 @@ fn take_listener() -> std::io::Result<UnixListener> {
     Ok(UnixListener::from(socket))
 }
 
-async fn serve(args: &Args, listener: UnixListener, state: &StateDir) -> anyhow::Result<()> {
+async fn serve(args: &Args, bundle: &Path, listener: UnixListener, state: &StateDir) -> anyhow::Result<()> {
     state.create().context("make the state directory")?;
     state
         .write_process("shim.pid", std::process::id())
         .context("note the shim's pid")?;
-    let vm = start_vmm(state, args.debug);
+    let vm = start_vmm(state, args.debug, bundle);
     let ttrpc_address = std::env::var(TTRPC_ADDRESS).ok().filter(|a| !a.is_empty());
     let fallback = (!args.address.is_empty()).then(|| format!("{}.ttrpc", args.address));
     let publisher = Publisher::start(&args.namespace, ttrpc_address.or(fallback));
@@ -113,9 +116,11 @@ async fn serve(args: &Args, listener: UnixListener, state: &StateDir) -> anyhow:
     Ok(())
 }
 
-/// The VMM is started before its machine is known, so that KVM is open by the time of Create.
-fn start_vmm(state: &StateDir, debug: bool) -> Result<Arc<dyn Vm>, VmError> {
-    let vmm = VmmProcess::spawn(&find_program(), &state.join("vmm.log"), debug)?;
+/// The VMM is started before its machine is known, so that KVM is open by the time of Create. Only its network namespace must be known.
+fn start_vmm(state: &StateDir, debug: bool, bundle: &Path) -> Result<Arc<dyn Vm>, VmError> {
+    // A spec that cannot be read is the business of Create.
+    let network = read_spec(bundle).map_or(Namespace::New, |spec| Namespace::of(&spec));
+    let vmm = VmmProcess::spawn(&find_program(), &state.join("vmm.log"), debug, Some(network))?;
     if let Err(error) = state.write_process("vmm.pid", vmm.pid()) {
         warn!(%error, "note the VMM's pid");
     }

@@ -7,6 +7,7 @@ use ttrpc::Code;
 
 use crate::guest::GuestError;
 use crate::lifecycle::Refusal;
+use crate::net::NetError;
 use crate::rootfs::RootfsError;
 use crate::spec::SpecError;
 use crate::stdio::StdioError;
@@ -56,6 +57,9 @@ pub enum Error {
         /// The agent's words.
         message: String,
     },
+    /// The network.
+    #[error("network")]
+    Net(#[from] NetError),
     /// Standard streams.
     #[error("standard streams")]
     Stdio(#[from] StdioError),
@@ -118,6 +122,7 @@ impl Error {
             | Self::Disk(_)
             | Self::Vm(_)
             | Self::Guest(_)
+            | Self::Net(_)
             | Self::Stdio(_)
             | Self::CheckpointNotMade(_)
             | Self::File { .. }

@@ -225,6 +225,10 @@ impl Vm for FakeVm {
         4242
     }
 
+    fn network_namespace(&self) -> Option<PathBuf> {
+        None
+    }
+
     async fn request(&self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, VmError> {
         if let Some(reason) = self.ended.borrow().clone() {
             return Err(VmError::Gone(reason));
@@ -405,7 +409,7 @@ impl Stage {
         fs::create_dir_all(bundle.join("rootfs")).unwrap();
         let spec = format!(
             r#"{{"ociVersion":"1.0.2","process":{{"args":{args},"cwd":"/","user":{{"uid":0,"gid":0}}}},
-            "annotations":{{"io.ramet.memory_mib":"64"}},"linux":{{}}}}"#
+            "annotations":{{"io.ramet.memory_mib":"64"}},"linux":{{"namespaces":[{{"type":"network"}}]}}}}"#
         );
         fs::write(bundle.join("config.json"), spec).unwrap();
         let mut mount = Mount::new();

@@ -13,8 +13,8 @@ use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::shim_async::{Client, TaskClient};
 use protocol::containerd::ttrpc;
 use protocol::guest::{
-    InfoRequest, InfoResponse, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest, RenewRequest,
-    ThawRequest, WaitOomRequest,
+    InfoRequest, InfoResponse, NetworkConfig, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest,
+    RenewRequest, ThawRequest, WaitOomRequest,
 };
 use protocol::guest_ttrpc::GuestClient;
 use tokio::net::UnixStream;
@@ -175,6 +175,12 @@ impl Guest {
         };
         let state = self.state(&init).await?;
         Ok(state.status.enum_value_or_default())
+    }
+
+    /// Sets up the guest's network interface.
+    pub async fn configure_network(&self, config: &NetworkConfig) -> Result<()> {
+        self.guest.configure_network(with_duration(LOOK), config).await?;
+        Ok(())
     }
 
     /// Waits until the container was hit by the OOM killer more often than `seen`.

@@ -12,7 +12,7 @@ use oci_spec::runtime::Spec;
 use protocol::containerd::api::{CreateTaskRequest, ExecProcessRequest, Status};
 use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::guest::{File as GuestFile, PrepareContainerRequest};
-use tracing::{info, warn};
+use tracing::info;
 use vmm::control::Request;
 
 use crate::boot::{self, GuestImage, Shape};
@@ -20,6 +20,8 @@ use crate::checkpoint::{Machine, read_pointer};
 use crate::disks::{READ_ONLY, WRITABLE, WritableDisk};
 use crate::error::{Error, Result};
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
+use crate::hooks::Hooks;
+use crate::net;
 use crate::restore::{self, ForkMode};
 use crate::rootfs::{self, Rootfs};
 use crate::spec::{self, GuestSpec, HostPath};
@@ -47,6 +49,17 @@ pub struct Surroundings {
     pub boot_limit: Duration,
 }
 
+impl Surroundings {
+    /// The file that says that poststop hooks are due.
+    #[must_use]
+    pub fn hooks_mark(&self) -> PathBuf {
+        self.console.with_file_name(HOOKS_MARK)
+    }
+}
+
+/// Its name in the sandbox's state directory.
+pub const HOOKS_MARK: &str = "poststop";
+
 /// A container that waits in its guest.
 pub struct Launched {
     /// Its agent.
@@ -63,6 +76,8 @@ pub struct Launched {
     pub resume_after_thaw: bool,
     /// See [`crate::task::Container::exec_prefix`].
     pub exec_prefix: String,
+    /// Its hooks, if some run when it starts.
+    pub hooks: Option<Hooks>,
 }
 
 /// Makes the machine and the container in it.
@@ -73,6 +88,13 @@ pub async fn launch(vm: &dyn Vm, around: &Surroundings, request: &CreateTaskRequ
     let begun = Instant::now();
     let bundle = PathBuf::from(&request.bundle);
     let host = read_spec(&bundle)?;
+    net::check(&host)?;
+    let hooks = Hooks::of(&host, &request.id, &bundle, vm.pid(), around.hooks_mark())?;
+    blocking({
+        let hooks = hooks.clone();
+        move || hooks.create()
+    })
+    .await?;
     let rootfs = rootfs::classify(&request.rootfs)?;
     let (host, prepared) = blocking({
         let (bundle, checkpoint) = (bundle.clone(), request.checkpoint.clone());
@@ -89,15 +111,17 @@ pub async fn launch(vm: &dyn Vm, around: &Surroundings, request: &CreateTaskRequ
         request,
         host,
     };
-    match prepared {
-        Prepared::Cold { shape, images, disk } => launch.cold(shape, images, disk).await,
+    let mut launched = match prepared {
+        Prepared::Cold { shape, images, disk } => launch.cold(shape, images, disk).await?,
         Prepared::Fork {
             checkpoint,
             images,
             disk,
             mode,
-        } => launch.fork(*checkpoint, images, disk, mode).await,
-    }
+        } => launch.fork(*checkpoint, images, disk, mode).await?,
+    };
+    launched.hooks = Some(hooks).filter(Hooks::has_poststart);
+    Ok(launched)
 }
 
 /// Runs what blocks beside the event loop.
@@ -110,7 +134,11 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send
         .map_err(|e| Error::Internal(e.to_string()))?
 }
 
-fn read_spec(bundle: &Path) -> Result<Spec> {
+/// Reads and checks a bundle's `config.json`.
+///
+/// # Errors
+/// It cannot be read, or is no spec.
+pub fn read_spec(bundle: &Path) -> Result<Spec> {
     let path = bundle.join("config.json");
     let mut bytes = Vec::new();
     File::open(&path)
@@ -203,6 +231,7 @@ impl Launch<'_> {
             shape,
             guest_kernel: info.kernel_release,
             agent_generation: info.generation,
+            nets: 1,
             read_only: images,
             disk: Some(disk),
             base: None,
@@ -219,6 +248,7 @@ impl Launch<'_> {
             fork: None,
             resume_after_thaw: false,
             exec_prefix: String::new(),
+            hooks: None,
         })
     }
 
@@ -264,24 +294,21 @@ impl Launch<'_> {
             },
             guest_kernel: manifest.vm.guest_kernel.clone(),
             agent_generation: manifest.vm.agent_generation,
+            nets: manifest.vm.nets,
             read_only: images,
             disk,
             base: Some(manifest.id.clone()),
             base_directories: directories(&checkpoint),
         };
-        let guest_id = if init.exec.is_empty() {
-            init.container.clone()
-        } else {
-            format!("{}/{}", init.container, init.exec)
-        };
         Ok(Launched {
             guest,
             machine,
-            info: self.container_info(&guest_id),
+            info: self.container_info(&manifest_name(&init)),
             init,
             fork: Some(mode),
             resume_after_thaw,
             exec_prefix,
+            hooks: None,
         })
     }
 
@@ -324,11 +351,7 @@ impl Launch<'_> {
     }
 
     fn rewrite(&self, guest_id: &str) -> Result<GuestSpec> {
-        let rewritten = spec::for_guest(&self.host, guest_id, &look)?;
-        if rewritten.hooks_dropped {
-            warn!("the hooks in config.json are not run");
-        }
-        Ok(rewritten)
+        Ok(spec::for_guest(&self.host, guest_id, &look)?)
     }
 
     async fn create_container(
@@ -406,6 +429,15 @@ fn directories(checkpoint: &Checkpoint) -> Vec<PathBuf> {
     }
     found.push(checkpoint.directory.clone());
     found
+}
+
+/// A process as a manifest writes it; see [`guest_process`].
+fn manifest_name(process: &GuestProcess) -> String {
+    if process.exec.is_empty() {
+        process.container.clone()
+    } else {
+        format!("{}/{}", process.container, process.exec)
+    }
 }
 
 /// The guest's name of a process as a manifest writes it: `container` or `container/exec`.

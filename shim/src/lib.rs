@@ -7,6 +7,7 @@
 //! | [`sandbox`], [`task`], [`lifecycle`] | what a sandbox and its containers do; who may do what when (pure) |
 //! | [`launch`], [`boot`], [`restore`], [`checkpoint`], [`rootfs`], [`disks`], [`spec`] | a machine for a container: cold, from a checkpoint, into a checkpoint |
 //! | [`vm`], [`vmm_process`], [`guest`], [`streams`], [`stdio`] | the VMM, the agent, and the bytes between containerd's FIFOs and the guest |
+//! | [`net`], [`hooks`] | the sandbox's network namespace, and its way into the machine; OCI hooks on this host |
 //! | [`events`] | ordered publisher of task events |
 //! | [`state_dir`], [`logging`], [`error`] | what is on disk while a sandbox lives; the log; every error and its gRPC code |
 
@@ -22,11 +23,13 @@ pub mod events;
 #[cfg(test)]
 mod fake;
 pub mod guest;
+pub mod hooks;
 pub mod launch;
 pub mod lifecycle;
 pub mod limits;
 pub mod logger;
 pub mod logging;
+pub mod net;
 pub mod restore;
 pub mod rootfs;
 pub mod sandbox;

@@ -13,7 +13,7 @@ use nix::sys::time::TimeValLike;
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::linkat;
 use oci_spec::runtime::Spec;
-use protocol::guest::RenewRequest;
+use protocol::guest::{NetworkConfig, RenewRequest};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -256,6 +256,8 @@ pub fn renewal(
     request.machine_id = checkpoint::manifest::hex(machine);
     request.boot_id = uuid(boot);
     request.container_id = parent.guest_id.clone();
+    // Nothing of the parent's network stays; the fork's own comes when its namespace is complete, before its processes run.
+    request.network = Some(NetworkConfig::new()).into();
     Ok(request)
 }
 

@@ -22,10 +22,12 @@ use crate::checkpoint::{self, Machine, Pointer};
 use crate::error::{Error, Result};
 use crate::events::{Publisher, timestamp};
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
+use crate::hooks::{self, Hooks};
 use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
 use crate::limits;
 use crate::logger::Owner;
+use crate::net;
 use crate::restore::{self, ForkMode};
 use crate::rootfs;
 use crate::state_dir;
@@ -65,6 +67,8 @@ struct Live {
     machine: Arc<tokio::sync::Mutex<Machine>>,
     /// Where `ctr task checkpoint` puts checkpoints.
     store: PathBuf,
+    /// Hooks that run when it starts.
+    hooks: Option<Hooks>,
 }
 
 #[derive(Default)]
@@ -167,6 +171,7 @@ impl Sandbox {
                 *self.slot() = Slot::Over;
                 vm.kill().await;
                 rootfs::unmount_leftovers(Path::new(&request.bundle));
+                self.run_poststop(Path::new(&request.bundle)).await;
                 Err(error)
             }
         }
@@ -194,6 +199,7 @@ impl Sandbox {
             guest: launched.guest,
             machine: Arc::new(tokio::sync::Mutex::new(launched.machine)),
             store: checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
+            hooks: launched.hooks,
         });
         *self.slot() = Slot::Live(live.clone());
         self.publisher
@@ -304,6 +310,10 @@ impl Sandbox {
         };
         record.attach(vm, owner, resumed).await?;
         let guest = &live.guest;
+        if is_init {
+            let nets = live.machine.lock().await.nets;
+            net::connect(vm, guest, nets).await?;
+        }
         if is_init && matches!(live.container.fork, Some(ForkMode::Resume | ForkMode::Exec)) {
             while_alive(vm, guest.thaw(&[])).await?;
             if live.container.resume_after_thaw {
@@ -316,11 +326,20 @@ impl Sandbox {
                 .await
                 .map_err(|e| launch::runtime(action, e))?;
         }
-        if is_init {
-            self.spawn_oom_watch(live, record.guest.container.clone());
-            self.spawn_note(live);
-        } else {
+        if !is_init {
             self.spawn_waiter(live, record.id.clone(), record.guest.clone());
+            return Ok(());
+        }
+        self.spawn_oom_watch(live, record.guest.container.clone());
+        self.spawn_note(live);
+        if let Some(hooks) = live.hooks.clone()
+            && let Err(error) = launch::blocking(move || hooks.started()).await
+        {
+            let kill = guest.kill(&record.guest, libc::SIGKILL.cast_unsigned(), true);
+            if let Err(error) = while_alive(vm, kill).await {
+                warn!(%error, "a container whose poststart hook failed cannot be stopped");
+            }
+            return Err(error);
         }
         Ok(())
     }
@@ -337,6 +356,18 @@ impl Sandbox {
                 restore::note_touched(vm.as_ref(), &directory).await;
             }
         });
+    }
+
+    /// Runs the hooks that are due when nothing is left of the container.
+    async fn run_poststop(&self, bundle: &Path) {
+        let (bundle, mark) = (bundle.to_owned(), self.around.hooks_mark());
+        let done = launch::blocking(move || {
+            hooks::finish(&bundle, &mark);
+            Ok(())
+        });
+        if let Err(error) = done.await {
+            warn!(error = error.text(), "poststop hooks");
+        }
     }
 
     /// Registers an exec.
@@ -610,6 +641,8 @@ impl Sandbox {
         }
         self.end_machine(&live, &record).await;
         rootfs::unmount_leftovers(&live.container.bundle);
+        net::release(&live.container.bundle);
+        self.run_poststop(&live.container.bundle).await;
         *self.slot() = Slot::Over;
         let event = TaskDelete {
             container_id: id.to_owned(),

@@ -1,13 +1,13 @@
 //! From the OCI spec that containerd wrote for this host to the one the guest runs. Pure.
 //!
 //! The container keeps its process, user, capabilities, seccomp, limits and kernel filesystems. It loses what belongs to this host:
-//! network namespace (the VM is one), cgroup path, security labels of the host's LSM, hooks. Small host files that it binds are
+//! network namespace (the VM is one), cgroup path, security labels of the host's LSM, hooks that run on the host. Small host files that it binds are
 //! sent as files; other host paths are refused by name.
 
 use std::path::{Path, PathBuf};
 
 use oci_spec::runtime::{
-    Linux, LinuxCpu, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec,
+    Hooks, Linux, LinuxCpu, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec,
 };
 
 /// Largest file that is sent into the guest, in bytes.
@@ -84,8 +84,6 @@ pub struct GuestSpec {
     pub spec: Spec,
     /// Host files it binds.
     pub files: Vec<FileToSend>,
-    /// Whether hooks were left out.
-    pub hooks_dropped: bool,
 }
 
 /// Parses `config.json`.
@@ -132,18 +130,21 @@ pub fn for_guest(host: &Spec, guest_id: &str, look: &dyn Fn(&Path) -> HostPath) 
     if host.hostname().is_none() {
         spec.set_hostname(Some(guest_id.chars().take(MAX_HOSTNAME).collect()));
     }
-    let hooks_dropped = host.hooks().is_some();
-    spec.set_hooks(None);
+    spec.set_hooks(host.hooks().as_ref().and_then(guest_hooks));
     let process = host.process().clone().ok_or(SpecError::NoProcess)?;
     spec.set_process(Some(process_for_guest(process)));
     if let Some(linux) = host.linux() {
         spec.set_linux(Some(rewrite_linux(linux.clone(), guest_id)?));
     }
-    Ok(GuestSpec {
-        spec,
-        files,
-        hooks_dropped,
-    })
+    Ok(GuestSpec { spec, files })
+}
+
+/// The hooks that run inside the container; the others are run on this host.
+fn guest_hooks(host: &Hooks) -> Option<Hooks> {
+    let inside = host.start_container().clone().filter(|hooks| !hooks.is_empty())?;
+    let mut hooks = Hooks::default();
+    hooks.set_start_container(Some(inside));
+    Some(hooks)
 }
 
 /// A process without the labels of the host's security modules, which the guest does not have.
@@ -373,7 +374,7 @@ mod tests {
             "cgroupsPath":"/default/c","resources":{"memory":{"limit":1000},"cpu":{"shares":5,"cpus":"0-63"}}}}"#,
         );
         let guest = for_guest(&host, "c", &look).unwrap();
-        assert!(guest.hooks_dropped);
+        assert!(guest.spec.hooks().is_none());
         let linux = guest.spec.linux().as_ref().unwrap();
         assert_eq!(linux.namespaces().as_ref().unwrap().len(), 2);
         assert_eq!(linux.cgroups_path().as_ref().unwrap(), Path::new("/ramet/c"));

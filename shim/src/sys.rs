@@ -1,4 +1,5 @@
-//! What has no safe form: taking ownership of received descriptors, placing one at a fixed number in a child, polling one.
+//! What has no safe form: taking ownership of received descriptors, placing one at a fixed number in a child, polling one, choosing a
+//! child's network namespace, making a tap.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -44,6 +45,53 @@ pub(crate) fn place_descriptors(command: &mut Command, places: Vec<(OwnedFd, i32
         place_descriptor(command, moved, number);
     }
     Ok(())
+}
+
+/// Network namespace of a child.
+#[derive(Debug)]
+pub(crate) enum ChildNetwork {
+    /// A new one.
+    New,
+    /// This one.
+    Join(OwnedFd),
+}
+
+/// Makes the child that `command` starts live in a network namespace.
+pub(crate) fn place_in_network(command: &mut Command, network: ChildNetwork) {
+    let hook = move || {
+        let done = match &network {
+            ChildNetwork::New => nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET),
+            ChildNetwork::Join(fd) => nix::sched::setns(fd, nix::sched::CloneFlags::CLONE_NEWNET),
+        };
+        done.map_err(Into::into)
+    };
+    // SAFETY: the hook makes one system call and does not allocate.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// `_IOW('T', 202, int)`.
+const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
+
+/// Makes a tap of this name in the network namespace of the calling thread; it goes when its last descriptor is closed.
+pub(crate) fn open_tap(name: &str) -> std::io::Result<OwnedFd> {
+    let tun = std::fs::File::options().read(true).write(true).open("/dev/net/tun")?;
+    // SAFETY: an `ifreq` is plain data, for which zeros are a valid value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    if name.len() >= request.ifr_name.len() {
+        return Err(std::io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from.cast_signed();
+    }
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    request.ifr_ifru.ifru_flags = libc::c_short::try_from(flags).map_err(std::io::Error::other)?;
+    // SAFETY: this ioctl reads and writes one `ifreq` behind the pointer, which outlives the call.
+    let result = unsafe { libc::ioctl(tun.as_raw_fd(), TUNSETIFF, &raw mut request) };
+    if result < 0 {
+        Err(std::io::Error::last_os_error())
+    } else {
+        Ok(tun.into())
+    }
 }
 
 /// Registers a descriptor with the event loop.

@@ -1,6 +1,7 @@
 //! The seam to the VMM: few methods, so that tests need neither KVM nor a process.
 
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 use async_trait::async_trait;
 use tokio::net::UnixStream;
@@ -41,6 +42,9 @@ pub enum VmError {
 pub trait Vm: Send + Sync {
     /// Host pid of the VMM; what containerd sees as the task's pid.
     fn pid(&self) -> u32;
+
+    /// Path of the network namespace that it lives in; `None` when it has none of its own.
+    fn network_namespace(&self) -> Option<PathBuf>;
 
     /// Sends a request and waits for its answer. `Refused` becomes an error.
     async fn request(&self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, VmError>;

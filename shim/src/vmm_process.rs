@@ -19,7 +19,10 @@ use tokio::net::UnixStream;
 use tokio::sync::{mpsc, oneshot, watch};
 use vmm::control::{CONTROL_FD, Event, ExitReason, MAX_MESSAGE, Message, Reply, Request};
 
+use crate::error::chain;
+use crate::net::{Namespace, NetError, namespace};
 use crate::state_dir;
+use crate::sys::{ChildNetwork, place_in_network};
 use crate::vm::{Vm, VmError};
 
 type Answer = oneshot::Sender<Result<Reply, VmError>>;
@@ -34,6 +37,7 @@ struct Outgoing {
 /// A running `ramet-vmm`.
 pub struct VmmProcess {
     pid: u32,
+    has_network: bool,
     outgoing: mpsc::UnboundedSender<Outgoing>,
     ready: watch::Receiver<bool>,
     ended: watch::Receiver<Option<String>>,
@@ -53,32 +57,48 @@ pub fn find_program() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from("ramet-vmm"))
 }
 
+/// The program without anything of ours but its log.
+fn bare_command(program: &Path, log: &Path, debug: bool) -> std::io::Result<Command> {
+    let log_file = File::options().create(true).append(true).open(log)?;
+    let filter = std::env::var("RAMET_LOG").unwrap_or_else(|_| if debug { "debug".into() } else { "info".into() });
+    let mut command = Command::new(program);
+    command
+        .env_clear()
+        .env("RAMET_LOG", filter)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log_file);
+    Ok(command)
+}
+
+/// Where the VMM lives. Whoever asks for the host's network is refused later; the VMM needs none.
+fn child_network(network: &Namespace) -> Result<ChildNetwork, NetError> {
+    match network {
+        Namespace::Of(path) => namespace::open(path).map(ChildNetwork::Join),
+        Namespace::New | Namespace::Host => Ok(ChildNetwork::New),
+    }
+}
+
 impl VmmProcess {
-    /// Starts the program; it opens KVM and waits for its first request.
+    /// Starts the program, in a network namespace if one is given (else in ours); it opens KVM and waits for its first request.
     ///
     /// # Errors
     /// The program cannot be run.
-    pub fn spawn(program: &Path, log: &Path, debug: bool) -> Result<Self, VmError> {
+    pub fn spawn(program: &Path, log: &Path, debug: bool, network: Option<Namespace>) -> Result<Self, VmError> {
         let failed = |reason: String| VmError::Spawn {
             program: program.display().to_string(),
             reason,
         };
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(|e| failed(format!("make control socket: {e}")))?;
-        let log_file = File::options()
-            .create(true)
-            .append(true)
-            .open(log)
-            .map_err(|e| failed(format!("open {}: {e}", log.display())))?;
-        let mut command = Command::new(program);
-        command
-            .env_clear()
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log_file);
-        let filter = std::env::var("RAMET_LOG").unwrap_or_else(|_| if debug { "debug".into() } else { "info".into() });
-        command.env("RAMET_LOG", filter);
+        let mut command =
+            bare_command(program, log, debug).map_err(|e| failed(format!("open {}: {e}", log.display())))?;
+        let has_network = network.is_some();
+        if let Some(network) = network {
+            let network = child_network(&network).map_err(|e| failed(chain(&e)))?;
+            place_in_network(&mut command, network);
+        }
         crate::sys::place_descriptor(&mut command, theirs, CONTROL_FD);
         let child = command.spawn().map_err(|e| failed(e.to_string()))?;
         drop(command);
@@ -106,6 +126,7 @@ impl VmmProcess {
         tokio::spawn(channel.run(requests, exit_rx, ended_tx, log.to_owned()));
         Ok(Self {
             pid,
+            has_network,
             outgoing,
             ready,
             ended,
@@ -282,6 +303,11 @@ impl Vm for VmmProcess {
         self.pid
     }
 
+    fn network_namespace(&self) -> Option<PathBuf> {
+        self.has_network
+            .then(|| PathBuf::from(format!("/proc/{}/ns/net", self.pid)))
+    }
+
     async fn request(&self, request: Request, fds: Vec<OwnedFd>) -> Result<Reply, VmError> {
         let (answer, reply) = oneshot::channel();
         self.outgoing
@@ -348,7 +374,7 @@ mod tests {
         std::fs::write(&program, "#!/bin/sh\necho no kvm here >&2\nexit 3\n").unwrap();
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         std::fs::set_permissions(&program, mode).unwrap();
-        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false).unwrap();
+        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false, None).unwrap();
         let reason = vmm.ended().await;
         assert!(
             reason.contains("status 3") && reason.contains("no kvm here"),
@@ -372,7 +398,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_missing_program_is_named() {
-        let error = VmmProcess::spawn(Path::new("/nonexistent/vmm"), Path::new("/dev/null"), false)
+        let error = VmmProcess::spawn(Path::new("/nonexistent/vmm"), Path::new("/dev/null"), false, None)
             .err()
             .unwrap();
         assert!(error.to_string().contains("/nonexistent/vmm"), "{error}");

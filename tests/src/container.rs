@@ -29,6 +29,7 @@ pub struct Run {
     image: String,
     id: String,
     flags: Vec<String>,
+    environment: Vec<(String, String)>,
     command: Vec<String>,
     stdin: Vec<u8>,
     deadline: Duration,
@@ -44,6 +45,7 @@ impl Node {
             image: image.into(),
             id: fresh_id("t"),
             flags: Vec::new(),
+            environment: Vec::new(),
             command: command.iter().map(|part| (*part).to_owned()).collect(),
             stdin: Vec::new(),
             deadline: crate::DEADLINE,
@@ -82,6 +84,13 @@ impl Run {
         self
     }
 
+    /// Sets an environment variable of ctr itself.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.into(), value.into()));
+        self
+    }
+
     /// What its stdin holds.
     #[must_use]
     pub fn stdin(mut self, bytes: impl Into<Vec<u8>>) -> Self {
@@ -97,7 +106,8 @@ impl Run {
     }
 
     fn invocation(&self, extra: &str) -> Invocation {
-        self.node
+        let mut invocation = self
+            .node
             .ctr([
                 "run",
                 extra,
@@ -110,7 +120,11 @@ impl Run {
             .args([&self.image, &self.id])
             .args(&self.command)
             .stdin(self.stdin.clone())
-            .deadline(self.deadline)
+            .deadline(self.deadline);
+        for (name, value) in &self.environment {
+            invocation = invocation.env(name, value);
+        }
+        invocation
     }
 
     fn guard(&self) -> Container {

@@ -3,6 +3,7 @@
 //!
 //! Everything goes through public doors: `ctr`, `ramet`, `/proc`. Nothing here links the programs it drives.
 
+pub mod cni;
 pub mod command;
 pub mod container;
 pub mod images;

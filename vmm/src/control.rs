@@ -13,6 +13,7 @@
 use serde::{Deserialize, Serialize};
 
 pub use crate::channel::{Channel, ChannelError, Received};
+use crate::devices::virtio::Net;
 
 /// The descriptor of the control socket in `ramet-vmm`.
 pub const CONTROL_FD: i32 = 3;
@@ -50,6 +51,13 @@ pub enum Request {
         port: u32,
         /// The stream.
         stream: FdIndex,
+    },
+    /// Plugs a tap into a network interface that has none yet (or another one). The machine may run.
+    AttachTap {
+        /// Place of the interface among the network interfaces.
+        net: usize,
+        /// An attached tap (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`).
+        tap: FdIndex,
     },
     /// Counters of this VM.
     Stats,
@@ -110,7 +118,7 @@ pub struct RestoreRequest {
     pub memory_files: Vec<FdIndex>,
     /// The backing of each block device of the saved machine, matched by id; kind and size must agree.
     pub disks: Vec<DiskConfig>,
-    /// One for each saved network interface, in order.
+    /// The saved network interfaces, in order; those that are not given have no tap until [`Request::AttachTap`].
     pub nets: Vec<NetConfig>,
     /// Where the serial console is written (append).
     pub console: FdIndex,
@@ -168,12 +176,21 @@ pub struct OverlayFiles {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetConfig {
-    /// An attached tap (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`).
-    pub tap: FdIndex,
+    /// An attached tap (`IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`); `None`: it comes with [`Request::AttachTap`].
+    pub tap: Option<FdIndex>,
     /// MAC address the guest reads; a restored guest gets its own from the agent.
     pub mac: [u8; 6],
     /// MTU the guest reads.
     pub mtu: u16,
+}
+
+impl NetConfig {
+    /// An interface whose tap comes later.
+    #[must_use]
+    pub fn unplugged() -> Self {
+        let Net { mac, mtu, .. } = Net::unplugged();
+        Self { tap: None, mac, mtu }
+    }
 }
 
 /// Where a save goes. All files are new and empty.

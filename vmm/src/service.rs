@@ -286,6 +286,15 @@ impl Service {
                     .ok_or(RequestError::State("the machine has no vsock"))?;
                 devices.connect_vsock(port, stream);
             }
+            Request::AttachTap { net, tap } => {
+                let tap = fds.take(tap)?;
+                let devices = self
+                    .machine()?
+                    .platform()
+                    .devices()
+                    .ok_or(RequestError::State("the machine has no network device"))?;
+                devices.attach_tap(net, tap).map_err(VmError::from)?;
+            }
             Request::Stats => {
                 let machine = self.machine.as_ref().ok_or(RequestError::State(NO_MACHINE))?;
                 return Ok(Reply::Stats(machine.stats(&self.host)?));
@@ -444,7 +453,7 @@ fn nets(configs: &[NetConfig], fds: &mut ReceivedFds) -> Result<Vec<Net>, Reques
         .iter()
         .map(|config| {
             Ok(Net {
-                tap: fds.take(config.tap)?,
+                tap: config.tap.map(|index| fds.take(index)).transpose()?,
                 mac: config.mac,
                 mtu: config.mtu,
             })

@@ -15,9 +15,9 @@ const MAX_LINES: usize = 700;
 
 /// Which of our packages each may depend on. What is missing here may depend on none.
 const ARROWS: &[(&str, &[&str])] = &[
-    ("agent", &["protocol"]),
+    ("agent", &["netlink", "protocol"]),
     ("cli", &["checkpoint", "protocol"]),
-    ("shim", &["checkpoint", "protocol", "vmm"]),
+    ("shim", &["checkpoint", "netlink", "protocol", "vmm"]),
     ("snapshotter", &["checkpoint", "protocol"]),
     ("vmm", &["checkpoint"]),
 ];

@@ -91,11 +91,24 @@ pub struct OverlayLayer {
 #[derive(Debug)]
 pub struct Net {
     /// An attached tap, `IFF_TAP | IFF_NO_PI | IFF_VNET_HDR`. Header size and offloads are set here, from what the guest negotiated.
-    pub tap: OwnedFd,
+    /// `None`: it comes later, with [`DeviceSet::attach_tap`].
+    pub tap: Option<OwnedFd>,
     /// MAC address the guest reads.
     pub mac: [u8; 6],
     /// MTU the guest reads.
     pub mtu: u16,
+}
+
+impl Net {
+    /// An interface whose tap comes later. Its addresses and MTU are the agent's affair: what the guest reads is the same in every machine.
+    #[must_use]
+    pub fn unplugged() -> Self {
+        Self {
+            tap: None,
+            mac: [0x02, b'r', b'a', b'm', b'e', b't'],
+            mtu: u16::MAX,
+        }
+    }
 }
 
 /// Where a device sits, for ACPI, ioeventfds and irqfds.

@@ -107,7 +107,8 @@ impl DeviceSet {
         Self::assemble(mem, models)
     }
 
-    /// Makes the devices of a saved machine; disks are matched by id, networks by order. Guest memory must already hold the saved contents:
+    /// Makes the devices of a saved machine; disks are matched by id, networks by order; a network that
+    /// is not given has no tap yet. Guest memory must already hold the saved contents:
     /// this writes to it (the vsock reset event).
     ///
     /// # Errors
@@ -125,12 +126,7 @@ impl DeviceSet {
         for device in &state.devices {
             models.push(match &device.model {
                 ModelState::Block(saved) => AnyModel::Block(restore_block(saved, &mut disks)?),
-                ModelState::Net => {
-                    let net = nets
-                        .next()
-                        .ok_or_else(|| DeviceError::State("more networks than were given".into()))?;
-                    AnyModel::Net(NetModel::new(net)?)
-                }
+                ModelState::Net => AnyModel::Net(NetModel::new(nets.next().unwrap_or_else(Net::unplugged))?),
                 ModelState::Vsock(saved) => AnyModel::Vsock(Box::new(Vsock::restore(saved, events.clone()))),
                 ModelState::Rng => AnyModel::Rng(Rng),
             });
@@ -293,6 +289,27 @@ impl DeviceSet {
             });
         }
         Ok(())
+    }
+
+    /// Plugs a tap (see [`Net::tap`]) into the network device with this number among the network devices.
+    ///
+    /// # Errors
+    /// When there is no such device, or the descriptor is no tap.
+    pub fn attach_tap(&self, net: usize, tap: OwnedFd) -> Result<(), DeviceError> {
+        self.with_net(net, |model, poller| model.attach(tap, poller))
+            .unwrap_or_else(|| Err(DeviceError::State("the machine has no such network device".into())))
+    }
+
+    /// Works on a network device, then wakes the I/O thread.
+    pub(super) fn with_net<T>(&self, net: usize, work: impl FnOnce(&mut NetModel, &Poller) -> T) -> Option<T> {
+        let is_net = |device: &&Device| device.with_model(|model, _| matches!(model, AnyModel::Net(_)));
+        let device = self.shared.devices.iter().filter(is_net).nth(net)?;
+        let done = device.with_model(|model, poller| match model {
+            AnyModel::Net(model) => Some(work(model, poller)),
+            _ => None,
+        });
+        self.shared.gate.wake();
+        done
     }
 
     /// Opens a vsock connection from the host to a guest port; `stream` is a connected `SOCK_STREAM` socket. It is closed when the

@@ -1,5 +1,8 @@
 //! virtio-net over a tap: receive queue, transmit queue, checksum and segmentation offloads passed through.
 //!
+//! A device works without a tap, like a card without a cable: what the guest sends is lost, nothing arrives. Every machine has the
+//! same devices that way, whether its network is known when it starts or not; the tap comes with [`Net::attach`].
+//!
 //! A fork gets a new tap. Frames that the parent's guest had queued but not yet sent are completed in the fork without being
 //! sent: they carry the parent's addresses, and the parent sends them itself.
 
@@ -35,7 +38,9 @@ const TUN_F_TSO6: u32 = 4;
 /// A network device.
 #[derive(Debug)]
 pub(super) struct Net {
-    tap: OwnedFd,
+    tap: Option<OwnedFd>,
+    /// Offloads of the tap are not set yet.
+    fresh: bool,
     mac: [u8; 6],
     mtu: u16,
     /// A frame that was read and waits for receive buffers.
@@ -48,19 +53,37 @@ pub(super) struct Net {
 impl Net {
     /// Takes a tap and sets its header size.
     pub(super) fn new(parts: NetParts) -> Result<Self, DeviceError> {
-        let header = libc::c_int::try_from(HEADER).unwrap_or(0);
-        sys::set_vnet_header_size(parts.tap.as_fd(), header).map_err(DeviceError::Tap)?;
+        if let Some(tap) = &parts.tap {
+            set_header_size(tap)?;
+        }
         Self::over(parts)
+    }
+
+    /// Plugs in a tap; it replaces the one that was there. The I/O thread must be woken to use it.
+    pub(super) fn attach(&mut self, tap: OwnedFd, poller: &Poller) -> Result<(), DeviceError> {
+        set_header_size(&tap)?;
+        self.plug(tap, poller)
+    }
+
+    /// The same for any descriptor that [`Self::over`] takes.
+    fn plug(&mut self, tap: OwnedFd, poller: &Poller) -> Result<(), DeviceError> {
+        set_nonblocking(tap.as_fd()).map_err(DeviceError::Tap)?;
+        self.watch(poller, false);
+        self.tap = Some(tap);
+        self.fresh = true;
+        Ok(())
     }
 
     /// Takes any descriptor that reads and writes one frame with its header at a time.
     fn over(parts: NetParts) -> Result<Self, DeviceError> {
-        set_nonblocking(parts.tap.as_fd()).map_err(DeviceError::Tap)?;
-        let (tap, mac, mtu) = (parts.tap, parts.mac, parts.mtu);
+        if let Some(tap) = &parts.tap {
+            set_nonblocking(tap.as_fd()).map_err(DeviceError::Tap)?;
+        }
         Ok(Self {
-            tap,
-            mac,
-            mtu,
+            fresh: parts.tap.is_some(),
+            tap: parts.tap,
+            mac: parts.mac,
+            mtu: parts.mtu,
             waiting: Vec::new(),
             buffer: vec![0; FRAME_MAX],
             watching: false,
@@ -79,10 +102,12 @@ impl Net {
     }
 
     fn watch(&mut self, poller: &Poller, wanted: bool) {
+        let Some(fd) = self.tap.as_ref().map(AsRawFd::as_raw_fd) else {
+            return;
+        };
         if wanted == self.watching {
             return;
         }
-        let fd = self.tap.as_raw_fd();
         if !wanted {
             poller.remove(fd);
         } else if let Err(error) = poller.add(fd, TAP, EventSet::IN) {
@@ -90,6 +115,28 @@ impl Net {
             return;
         }
         self.watching = wanted;
+    }
+
+    /// Tells a new tap which offloads the guest understands.
+    fn set_up_tap(&mut self, context: &Context<'_>) {
+        let Some(tap) = self.tap.as_ref().filter(|_| self.fresh) else {
+            return;
+        };
+        let mut offload = 0;
+        for (feature, flag) in [
+            (VIRTIO_NET_F_GUEST_CSUM, TUN_F_CSUM),
+            (VIRTIO_NET_F_GUEST_TSO4, TUN_F_TSO4),
+            (VIRTIO_NET_F_GUEST_TSO6, TUN_F_TSO6),
+        ] {
+            if context.has(feature) {
+                offload |= flag;
+            }
+        }
+        if let Err(error) = sys::set_offload(tap.as_fd(), offload) {
+            tracing::warn!(%error, "set offloads of tap");
+        }
+        self.fresh = false;
+        self.watch(context.poller, true);
     }
 
     /// Moves frames from the tap to the guest until one of them has no more.
@@ -119,8 +166,9 @@ impl Net {
     }
 
     fn read_frame(&mut self) -> bool {
+        let Some(tap) = &self.tap else { return false };
         loop {
-            match nix::unistd::read(&self.tap, &mut self.buffer) {
+            match nix::unistd::read(tap, &mut self.buffer) {
                 Ok(bytes) if bytes > HEADER => {
                     self.waiting.clear();
                     self.waiting.extend_from_slice(&self.buffer[..bytes]);
@@ -160,10 +208,16 @@ impl Net {
         if bytes <= HEADER as u64 || bytes > FRAME_MAX as u64 {
             return;
         }
-        if let Err(error) = sys::writev(self.tap.as_fd(), frame.slices()) {
+        let Some(tap) = &self.tap else { return };
+        if let Err(error) = sys::writev(tap.as_fd(), frame.slices()) {
             tracing::trace!(%error, "frame not sent");
         }
     }
+}
+
+fn set_header_size(tap: &OwnedFd) -> Result<(), DeviceError> {
+    let header = libc::c_int::try_from(HEADER).unwrap_or(0);
+    sys::set_vnet_header_size(tap.as_fd(), header).map_err(DeviceError::Tap)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -239,20 +293,12 @@ impl Model for Net {
     }
 
     fn activate(&mut self, context: &mut Context<'_>) {
-        let mut offload = 0;
-        for (feature, flag) in [
-            (VIRTIO_NET_F_GUEST_CSUM, TUN_F_CSUM),
-            (VIRTIO_NET_F_GUEST_TSO4, TUN_F_TSO4),
-            (VIRTIO_NET_F_GUEST_TSO6, TUN_F_TSO6),
-        ] {
-            if context.has(feature) {
-                offload |= flag;
-            }
-        }
-        if let Err(error) = sys::set_offload(self.tap.as_fd(), offload) {
-            tracing::warn!(%error, "set offloads of tap");
-        }
-        self.watch(context.poller, true);
+        self.fresh = true;
+        self.set_up_tap(context);
+    }
+
+    fn settle(&mut self, context: &mut Context<'_>) {
+        self.set_up_tap(context);
     }
 
     fn reset(&mut self, poller: &Poller) {

@@ -21,7 +21,7 @@ fn model() -> (Net, UnixDatagram) {
     wire.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     (
         Net::over(NetParts {
-            tap: tap.into(),
+            tap: Some(tap.into()),
             mac: MAC,
             mtu: 1400,
         })
@@ -131,4 +131,37 @@ fn a_fork_does_not_send_what_its_parent_had_queued() {
     wait_readable(&fork_wire);
     fork_wire.recv(&mut got).unwrap();
     assert_eq!(got[HEADER], 3, "the first frame on the fork's wire is its own");
+}
+
+#[test]
+fn a_tap_can_be_plugged_in_while_the_guest_runs() {
+    let mem = memory();
+    let net = Net::over(NetParts::unplugged()).unwrap();
+    let set = DeviceSet::assemble(mem.clone(), vec![AnyModel::Net(net)]).unwrap();
+    set.start();
+    let mut driver = Driver::start(&set, &mem, 0);
+    driver.add(&set, TRANSMIT, &[&frame(1, 20)], &[]);
+    driver.wait(TRANSMIT);
+    driver.add(&set, RECEIVE, &[], &[2000]);
+
+    let (tap, wire) = UnixDatagram::pair().unwrap();
+    wire.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    set.with_net(0, |net, poller| net.plug(tap.into(), poller).unwrap())
+        .unwrap();
+    wire.send(&frame(2, 100)).unwrap();
+    assert_eq!(driver.wait(RECEIVE).1[HEADER..], [2; 100]);
+    driver.add(&set, TRANSMIT, &[&frame(3, 20)], &[]);
+    driver.wait(TRANSMIT);
+    let mut got = [0; 100];
+    wire.recv(&mut got).unwrap();
+    assert_eq!(got[HEADER], 3, "what was sent before there was a wire is lost");
+}
+
+#[test]
+fn only_a_tap_and_only_where_there_is_an_interface() {
+    let mem = memory();
+    let (set, _wire) = interface(&mem);
+    let other = || std::os::fd::OwnedFd::from(UnixDatagram::unbound().unwrap());
+    assert!(set.attach_tap(0, other()).is_err(), "a socket is no tap");
+    assert!(set.attach_tap(1, other()).is_err());
 }

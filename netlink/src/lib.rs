@@ -1,4 +1,5 @@
-//! The little of netlink that the agent needs: requests with an acknowledgement, and dumps.
+//! The little of netlink that agent and shim need: requests with an acknowledgement, and dumps. Sockets belong to the network
+//! namespace of the thread that opens them.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -15,10 +16,10 @@ const ERROR: u16 = 2;
 const DONE: u16 = 3;
 
 /// Bits of a request: as in linux/netlink.h.
-pub const REQUEST: u16 = 1;
+const REQUEST: u16 = 1;
 const ACK: u16 = 4;
 /// All entries.
-pub const DUMP: u16 = 0x300;
+const DUMP: u16 = 0x300;
 /// Make it, or fail if it is there.
 pub const CREATE_EXCL: u16 = 0x600;
 /// Make it, or replace what is there.
@@ -36,6 +37,12 @@ impl Body {
     /// Starts with the fixed part of the message.
     pub fn new(fixed: &[u8]) -> Self {
         Self(fixed.to_vec())
+    }
+
+    /// Adds an attribute that is made of attributes.
+    #[must_use]
+    pub fn nested(self, kind: u16, inner: &Self) -> Self {
+        self.attribute(kind, &inner.0)
     }
 
     /// Adds an attribute.
