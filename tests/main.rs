@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `pod.rs` | what any runtime does; each test runs with runc's shim and with ours |
 //! | `exec.rs`, `stdio.rs` | further processes; streams |
+//! | `volumes.rs` | host files and directories in containers |
 //! | `checkpoint.rs`, `fork.rs` | a running container becomes an image; the image runs as forks |
 //! | `image.rs` | checkpoint images travel, and damaged ones are refused |
 //! | `odd_images.rs` | whiteouts, links, owners, names, many layers, users: as with runc |
@@ -34,4 +35,5 @@ mod pod;
 mod snapshotter;
 mod spec;
 mod stdio;
+mod volumes;
 mod zz_leftovers;

@@ -34,6 +34,8 @@ const FLUSH_DEADLINE: Duration = Duration::from_secs(2);
 pub struct Agent {
     /// Collects exits.
     pub reaper: Reaper,
+    /// Host files and directories.
+    pub volumes: crate::volumes::Volumes,
     containers: Mutex<HashMap<String, Slot>>,
     roots: Mutex<HashMap<String, Rootfs>>,
     hold: Mutex<Hold>,
@@ -58,6 +60,7 @@ impl Default for Agent {
     fn default() -> Self {
         Self {
             reaper: Reaper::default(),
+            volumes: crate::volumes::Volumes::default(),
             containers: Mutex::default(),
             roots: Mutex::default(),
             hold: Mutex::default(),
@@ -254,6 +257,17 @@ impl Agent {
         self.epoch.fetch_add(1, Ordering::Relaxed);
         *lock(&self.hold) = Hold::Held(connection);
         Ok(())
+    }
+
+    /// Takes the volumes of a container away, which no checkpoint can hold.
+    ///
+    /// # Errors
+    /// When the guest is not held, or while a process has a file of one open; nothing is done then.
+    pub async fn detach_volumes(&self, id: &str) -> Result<()> {
+        if !self.hold().is_held() {
+            return Err(AgentError::Precondition("the guest is not quiesced".into()));
+        }
+        self.volumes.detach(id).await
     }
 
     /// Lets the containers go on, but for those that are to be killed.

@@ -83,6 +83,17 @@ impl Fd {
         Ok(())
     }
 
+    /// Gives the descriptor back, blocking, to be used by a thread.
+    ///
+    /// # Errors
+    /// As fcntl(2).
+    pub fn into_blocking(self) -> io::Result<OwnedFd> {
+        let fd = self.0.into_inner();
+        let flags = OFlag::from_bits_retain(fcntl(&fd, FcntlArg::F_GETFL)?);
+        fcntl(&fd, FcntlArg::F_SETFL(flags & !OFlag::O_NONBLOCK))?;
+        Ok(fd)
+    }
+
     /// Tells the peer of a socket that nothing more will come.
     pub fn shutdown_write(&self) {
         // The peer may be gone already, which is as good.

@@ -58,7 +58,12 @@ impl Guest for GuestService {
         _: &TtrpcContext,
         request: guest::ReleaseContainerRequest,
     ) -> ttrpc::Result<guest::Empty> {
-        self.agent.release(&request.container_id)?;
+        let agent = self.agent.clone();
+        detached(async move {
+            agent.volumes.release(&request.container_id).await;
+            agent.release(&request.container_id)
+        })
+        .await?;
         Ok(guest::Empty::new())
     }
 
@@ -112,6 +117,16 @@ impl Guest for GuestService {
 
     async fn configure_network(&self, _: &TtrpcContext, request: guest::NetworkConfig) -> ttrpc::Result<guest::Empty> {
         self.agent.configure_network(&request)?;
+        Ok(guest::Empty::new())
+    }
+
+    async fn detach_volumes(
+        &self,
+        _: &TtrpcContext,
+        request: guest::DetachVolumesRequest,
+    ) -> ttrpc::Result<guest::Empty> {
+        let agent = self.agent.clone();
+        detached(async move { agent.detach_volumes(&request.container_id).await }).await?;
         Ok(guest::Empty::new())
     }
 

@@ -1,4 +1,4 @@
-//! PID 1 of the guest: brings the machine up, serves the two ports, and ends the machine.
+//! PID 1 of the guest: brings the machine up, serves the ports, and ends the machine.
 
 use std::fs;
 use std::io;
@@ -40,7 +40,7 @@ const LAST_WORDS: Duration = Duration::from_millis(100);
 pub enum Doors {
     /// On the vsock ports of the protocol, in a guest.
     Vsock,
-    /// On `rpc.sock` and `streams.sock` in a directory: to try the agent without a VM.
+    /// On `rpc.sock`, `streams.sock` and `volumes.sock` in a directory: to try the agent without a VM.
     Unix(std::path::PathBuf),
 }
 
@@ -76,9 +76,10 @@ pub fn serve(doors: Doors) -> Result<()> {
         let agent = Arc::new(Agent::default());
         let mut children = signal(SignalKind::child()).context("watch for SIGCHLD")?;
         let mut terminate = signal(SignalKind::terminate()).context("watch for SIGTERM")?;
-        let (rpc, streams) = open(&doors).context("listen")?;
+        let (rpc, streams, volumes) = open(&doors).context("listen")?;
         let mut rpc = tokio::spawn(crate::server::serve(agent.clone(), rpc));
         let mut streams = tokio::spawn(crate::streams::serve(agent.clone(), streams));
+        let mut volumes = tokio::spawn(crate::volumes::serve(agent.clone(), volumes));
         if matches!(doors, Doors::Vsock) {
             report_ready().context("tell the host that the agent is ready")?;
         }
@@ -88,6 +89,7 @@ pub fn serve(doors: Doors) -> Result<()> {
                 _ = terminate.recv() => return Ok(()),
                 ended = &mut rpc => return ended.context("serve requests")?.context("serve requests"),
                 ended = &mut streams => return ended.context("serve streams")?.context("serve streams"),
+                ended = &mut volumes => return ended.context("serve volumes")?.context("serve volumes"),
             }
         }
     })
@@ -128,12 +130,17 @@ fn raise_descriptors() {
     }
 }
 
-fn open(doors: &Doors) -> io::Result<(Listener, Listener)> {
+fn open(doors: &Doors) -> io::Result<(Listener, Listener, Listener)> {
     match doors {
-        Doors::Vsock => Ok((Listener::vsock(ports::RPC)?, Listener::vsock(ports::STREAMS)?)),
+        Doors::Vsock => Ok((
+            Listener::vsock(ports::RPC)?,
+            Listener::vsock(ports::STREAMS)?,
+            Listener::vsock(ports::VOLUMES)?,
+        )),
         Doors::Unix(directory) => Ok((
             Listener::unix(&directory.join("rpc.sock"))?,
             Listener::unix(&directory.join("streams.sock"))?,
+            Listener::unix(&directory.join("volumes.sock"))?,
         )),
     }
 }

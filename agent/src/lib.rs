@@ -30,3 +30,5 @@ pub mod streams;
 #[expect(unsafe_code, reason = "system calls without a safe wrapper")]
 pub mod sys;
 pub mod task_service;
+pub mod volume_mounts;
+pub mod volumes;

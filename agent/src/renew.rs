@@ -153,10 +153,10 @@ async fn kill_connections(pids: &[u32]) -> Result<u32> {
 }
 
 /// Does work on a thread of its own, which ends with its namespaces.
-async fn on_a_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
+pub(crate) async fn on_a_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (done, result) = oneshot::channel();
     std::thread::Builder::new()
-        .name("renew".into())
+        .name("namespaces".into())
         .spawn(move || {
             // Whoever waits may be gone; then the guest is being killed.
             let _ = done.send(work());
@@ -164,7 +164,7 @@ async fn on_a_thread<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send 
         .map_err(|error| AgentError::io("start a thread", error))?;
     result
         .await
-        .map_err(|_| AgentError::Runtime("renew inside the containers broke off".into()))?
+        .map_err(|_| AgentError::Runtime("work inside the containers broke off".into()))?
 }
 
 /// Sets the hostname that the processes of `pid`'s UTS namespace see.
@@ -224,7 +224,7 @@ fn namespace_path(pid: u32, kind: &str) -> PathBuf {
     Path::new("/proc").join(pid.to_string()).join("ns").join(kind)
 }
 
-fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
+pub(crate) fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
     let path = namespace_path(pid, kind);
     let metadata = fs::metadata(&path);
     metadata
@@ -235,6 +235,11 @@ fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
 fn open_namespace(pid: u32, kind: &str) -> Result<File> {
     let path = namespace_path(pid, kind);
     File::open(&path).map_err(|error| AgentError::io(format!("open {}", path.display()), error))
+}
+
+pub(crate) fn enter(pid: u32, kind: &str, flag: CloneFlags) -> Result<()> {
+    let namespace = open_namespace(pid, kind)?;
+    setns(namespace, flag).map_err(|error| AgentError::io(format!("enter the {kind} namespace of {pid}"), error))
 }
 
 fn write_files(request: &RenewRequest, init_pid: u32, root: Option<&Path>) -> Result<()> {

@@ -14,7 +14,7 @@ use crate::fd::{Fd, Listener};
 const MAX_HEADER: usize = 4096;
 
 /// How long a peer may take to send its header.
-const HEADER_DEADLINE: Duration = Duration::from_secs(10);
+pub(crate) const HEADER_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Serves the stream port for ever.
 ///
@@ -49,7 +49,7 @@ async fn attach(agent: &Agent, connection: Fd) -> io::Result<()> {
 }
 
 /// The first line, without its newline, and what came after it.
-async fn read_line(connection: &Fd) -> io::Result<(Vec<u8>, Vec<u8>)> {
+pub(crate) async fn read_line(connection: &Fd) -> io::Result<(Vec<u8>, Vec<u8>)> {
     let mut bytes = vec![0u8; MAX_HEADER];
     let mut filled = 0;
     loop {

@@ -169,6 +169,43 @@ pub fn attach_tree(tree: &OwnedFd, target: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Sets attributes (`MOUNT_ATTR_…`) of a tree from [`clone_tree`].
+///
+/// # Errors
+/// What the kernel says.
+pub fn set_tree_attributes(tree: &OwnedFd, attributes: u64) -> io::Result<()> {
+    // struct mount_attr: to set, to clear, propagation, user namespace.
+    let attr = [attributes, 0, 0, 0u64];
+    // SAFETY: an empty C string, and a structure of the length that is given.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            tree.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            attr.as_ptr(),
+            size_of_val(&attr),
+        )
+    };
+    Errno::result(result)?;
+    Ok(())
+}
+
+/// Number of the device that holds what `path` leads to, links followed. Asks no server of a filesystem.
+///
+/// # Errors
+/// As statx(2).
+pub fn device_of(path: &Path) -> io::Result<(u32, u32)> {
+    let path = c_path(path)?;
+    // SAFETY: it is plain numbers.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    let flags = libc::AT_STATX_DONT_SYNC | libc::AT_NO_AUTOMOUNT;
+    // SAFETY: the path is a C string, and the kernel writes one statx.
+    let result = unsafe { libc::statx(libc::AT_FDCWD, path.as_ptr(), flags, 0, &raw mut found) };
+    Errno::result(result)?;
+    Ok((found.stx_dev_major, found.stx_dev_minor))
+}
+
 fn c_path(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_encoded_bytes()).map_err(io::Error::other)
 }

@@ -28,6 +28,9 @@ pub use generated::{guest, guest_ttrpc};
 /// What this build speaks. See `docs/protocol.md` for what raises it.
 pub const GENERATION: u32 = 2;
 
+/// The first generation that has [`ports::VOLUMES`].
+pub const VOLUMES_SINCE: u32 = 2;
+
 /// vsock ports. The guest's are listened on by the agent; the host's are connections that the guest opens.
 pub mod ports {
     /// Guest port of the ttrpc server: Task and Guest services.
@@ -37,6 +40,8 @@ pub mod ports {
     /// Host port the agent connects to once after boot, when both of its listeners are up. The connection carries
     /// nothing; that it arrives is the message.
     pub const READY: u32 = 1026;
+    /// Guest port of volumes: a [`super::VolumeHeader`] line, an answer line, then FUSE messages, requests from the guest.
+    pub const VOLUMES: u32 = 1027;
 }
 
 /// Which standard stream a connection to [`ports::STREAMS`] is for.
@@ -61,4 +66,23 @@ pub struct StreamHeader {
     pub exec_id: String,
     /// Which stream.
     pub stream: StreamKind,
+}
+
+/// Where the agent mounts volumes: `VOLUMES/container/number`. The specs that the shim sends bind these paths.
+pub const VOLUMES: &str = "/run/ramet/volumes";
+
+/// First line of a volume connection, as JSON. The agent mounts the volume and answers one line: `ok`, or `error: <why>`.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VolumeHeader {
+    /// The guest's id of the container.
+    pub container_id: String,
+    /// Tells the volumes of a container apart.
+    pub number: u32,
+    /// It is a directory, else a file.
+    pub is_directory: bool,
+    /// Where to mount it in the container, which exists already; empty: its spec does that.
+    pub destination: String,
+    /// Mount options for that, in mount(8)'s words; those that are not of a single mount are ignored.
+    pub options: Vec<String>,
 }

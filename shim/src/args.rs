@@ -13,6 +13,8 @@ pub enum Action {
     Version,
     /// Be the daemon; used by `start` only.
     Daemon,
+    /// Serve volumes; used by the daemon only.
+    Volumes,
 }
 
 /// The parsed command line.
@@ -125,6 +127,8 @@ impl Args {
             return Ok(Action::Info);
         }
         let action = match self.action.as_str() {
+            // It is told all it needs on its standard input.
+            crate::volumes::ACTION => return Ok(Action::Volumes),
             "start" => Action::Start,
             "delete" => Action::Delete,
             "daemon" => Action::Daemon,

@@ -56,6 +56,7 @@ fn run() -> anyhow::Result<()> {
         Action::Info => print(&info().write_to_bytes().context("encode RuntimeInfo")?),
         Action::Version => print(format!("containerd-shim-ramet-v2 {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
         Action::Daemon => daemon::run(&args, &here),
+        Action::Volumes => crate::volumes::serve(),
     }
 }
 

@@ -21,6 +21,7 @@ use crate::disks::{FdList, READ_ONLY, WRITABLE, WritableDisk};
 use crate::error::{Error, Result};
 use crate::guest::{Guest, while_alive};
 use crate::vm::Vm;
+use crate::volumes::{Volumes, Where};
 
 /// Name of the pointer that `ctr task checkpoint` gets in its directory.
 pub const POINTER_FILE: &str = "ramet-checkpoint.json";
@@ -130,6 +131,7 @@ impl Drop for Attempt<'_> {
 pub async fn save(
     vm: &dyn Vm,
     guest: &Guest,
+    volumes: &Volumes,
     machine: &mut Machine,
     container: ContainerInfo,
     directory: &Path,
@@ -141,7 +143,8 @@ pub async fn save(
         attempt.create(MEMORY_INDEX_FILE)?,
     ];
     let begun = Instant::now();
-    let saving = save_frozen(vm, guest, machine, &files).await;
+    let in_guest = container.guest_id.split('/').next().unwrap_or_default();
+    let saving = save_frozen(vm, guest, (volumes, in_guest), machine, &files).await;
     // Undoes the quiescing whether the save began or not; a part of it may have been done even when it failed.
     let thawed = while_alive(vm, guest.thaw(&[])).await;
     let frozen_us = micros(begun);
@@ -175,8 +178,25 @@ pub async fn save(
 }
 
 /// Freezes the containers and has the VMM cut memory, state and disks. Returns when the vCPUs run again.
-async fn save_frozen(vm: &dyn Vm, guest: &Guest, machine: &mut Machine, files: &[File; 3]) -> Result<()> {
+async fn save_frozen(
+    vm: &dyn Vm,
+    guest: &Guest,
+    (volumes, container): (&Volumes, &str),
+    machine: &mut Machine,
+    files: &[File; 3],
+) -> Result<()> {
     while_alive(vm, guest.quiesce()).await?;
+    // What belongs to this host is in no checkpoint. It comes back before a process runs on.
+    volumes.detach(guest, container).await?;
+    let saved = cut(vm, machine, files).await;
+    let attached = volumes
+        .attach(vm, machine.agent_generation, container, Where::InContainer)
+        .await;
+    saved.and(attached)
+}
+
+/// Has the VMM cut memory, state and disks.
+async fn cut(vm: &dyn Vm, machine: &mut Machine, files: &[File; 3]) -> Result<()> {
     let mut fds = FdList::default();
     let mut places = [0; 3];
     for (place, file) in places.iter_mut().zip(files) {

@@ -113,6 +113,7 @@ impl Error {
                 Refusal::NoProcess(_) => Code::NOT_FOUND,
                 Refusal::Paused | Refusal::WrongState { .. } => Code::UNKNOWN,
             },
+            Self::Spec(SpecError::NoSource { .. }) => Code::UNKNOWN,
             Self::InvalidArgument(_) | Self::Spec(_) => Code::INVALID_ARGUMENT,
             Self::Unsupported(_) => Code::UNIMPLEMENTED,
             Self::CheckpointUnusable { .. } => Code::FAILED_PRECONDITION,

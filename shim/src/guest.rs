@@ -13,8 +13,8 @@ use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::shim_async::{Client, TaskClient};
 use protocol::containerd::ttrpc;
 use protocol::guest::{
-    InfoRequest, InfoResponse, NetworkConfig, PrepareContainerRequest, QuiesceRequest, ReleaseContainerRequest,
-    RenewRequest, ThawRequest, WaitOomRequest,
+    DetachVolumesRequest, InfoRequest, InfoResponse, NetworkConfig, PrepareContainerRequest, QuiesceRequest,
+    ReleaseContainerRequest, RenewRequest, ThawRequest, WaitOomRequest,
 };
 use protocol::guest_ttrpc::GuestClient;
 use tokio::net::UnixStream;
@@ -141,6 +141,14 @@ impl Guest {
         let mut request = ReleaseContainerRequest::new();
         request.container_id = container.to_owned();
         self.guest.release_container(with_duration(limit), &request).await?;
+        Ok(())
+    }
+
+    /// Takes the volumes of a container away; the guest must be quiesced.
+    pub async fn detach_volumes(&self, container: &str) -> Result<()> {
+        let mut request = DetachVolumesRequest::new();
+        request.container_id = container.to_owned();
+        self.guest.detach_volumes(with_duration(WORK), &request).await?;
         Ok(())
     }
 

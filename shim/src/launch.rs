@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use checkpoint::directory::Checkpoint;
 use checkpoint::layers::LayerImage;
-use checkpoint::manifest::ContainerInfo;
+use checkpoint::manifest::{CheckpointManifest, ContainerInfo};
 use oci_spec::runtime::Spec;
 use protocol::containerd::api::{CreateTaskRequest, ExecProcessRequest, Status};
 use protocol::containerd::protobuf::well_known_types::any::Any;
-use protocol::guest::{File as GuestFile, PrepareContainerRequest};
+use protocol::guest::PrepareContainerRequest;
 use tracing::info;
 use vmm::control::Request;
 
@@ -28,6 +28,7 @@ use crate::spec::{self, GuestSpec, HostPath};
 use crate::state_dir;
 use crate::stdio::StdioPaths;
 use crate::vm::{Vm, VmError};
+use crate::volumes::{Volumes, Where};
 
 /// Largest `config.json`, in bytes.
 const MAX_SPEC: u64 = 4 << 20;
@@ -78,6 +79,8 @@ pub struct Launched {
     pub exec_prefix: String,
     /// Its hooks, if some run when it starts.
     pub hooks: Option<Hooks>,
+    /// What it sees of this host.
+    pub volumes: Volumes,
 }
 
 /// Makes the machine and the container in it.
@@ -209,6 +212,7 @@ impl Launch<'_> {
     async fn cold(&self, shape: Shape, images: Vec<LayerImage>, disk: WritableDisk) -> Result<Launched> {
         let id = self.request.id.clone();
         let rewritten = self.rewrite(&id)?;
+        let volumes = Volumes::start(rewritten.volumes.clone()).await?;
         let (boot, fds) = boot::request(shape, &self.around.image, &images, &disk, &self.around.console)?;
         self.vm
             .request(Request::Boot(boot), fds.into_inner())
@@ -222,6 +226,7 @@ impl Launch<'_> {
             generation = info.generation,
             "guest is up"
         );
+        volumes.attach(self.vm, info.generation, &id, Where::InSpec).await?;
         self.create_container(&guest, &id, rewritten, |prepare| {
             prepare.read_only_disk = READ_ONLY.to_owned();
             prepare.writable_disk = WRITABLE.to_owned();
@@ -249,6 +254,7 @@ impl Launch<'_> {
             resume_after_thaw: false,
             exec_prefix: String::new(),
             hooks: None,
+            volumes,
         })
     }
 
@@ -276,17 +282,9 @@ impl Launch<'_> {
         let restored = begun.elapsed();
         let status = while_alive(self.vm, guest.renew(&renewal)).await?;
         info!(checkpoint = manifest.id.as_str(), ?mode, ?restored, renewed = ?begun.elapsed(), "fork renewed");
-        let exec_prefix = format!("{}-", manifest.id.as_str().get(..8).unwrap_or_default());
         let parent_init = guest_process(&parent.guest_id);
+        let (init, volumes) = self.forked_init(&guest, manifest, &parent_init, mode).await?;
         let resume_after_thaw = mode == ForkMode::Resume && status == Status::PAUSED;
-        let init = match mode {
-            ForkMode::Resume => parent_init.clone(),
-            ForkMode::Exec => {
-                self.register_exec(&guest, &parent_init.container, &format!("{exec_prefix}init"))
-                    .await?
-            }
-            ForkMode::Fresh => self.start_over(&guest, &parent_init.container, &exec_prefix).await?,
-        };
         let machine = Machine {
             shape: Shape {
                 vcpus: manifest.vm.vcpus,
@@ -307,9 +305,38 @@ impl Launch<'_> {
             init,
             fork: Some(mode),
             resume_after_thaw,
-            exec_prefix,
+            exec_prefix: exec_prefix(manifest),
+            volumes,
             hooks: None,
         })
+    }
+
+    /// The process that is the fork's init, and what it sees of this host.
+    async fn forked_init(
+        &self,
+        guest: &Guest,
+        manifest: &CheckpointManifest,
+        parent: &GuestProcess,
+        mode: ForkMode,
+    ) -> Result<(GuestProcess, Volumes)> {
+        let prefix = exec_prefix(manifest);
+        let generation = manifest.vm.agent_generation;
+        if mode == ForkMode::Fresh {
+            return self.start_over(guest, generation, &parent.container, &prefix).await;
+        }
+        // What the parent had mounted was left behind; these are the fork's own.
+        let volumes = Volumes::start(spec::volumes(&self.host, &look)?).await?;
+        volumes
+            .attach(self.vm, generation, &parent.container, Where::InContainer)
+            .await?;
+        let init = match mode {
+            ForkMode::Exec => {
+                let name = format!("{prefix}init");
+                self.register_exec(guest, &parent.container, &name).await?
+            }
+            ForkMode::Resume | ForkMode::Fresh => parent.clone(),
+        };
+        Ok((init, volumes))
     }
 
     /// The new command beside the restored processes; they stay frozen until Start.
@@ -336,18 +363,27 @@ impl Launch<'_> {
     }
 
     /// A new init over the files of the restored container, whose processes end before they run an instruction.
-    async fn start_over(&self, guest: &Guest, parent: &str, prefix: &str) -> Result<GuestProcess> {
+    async fn start_over(
+        &self,
+        guest: &Guest,
+        generation: u32,
+        parent: &str,
+        prefix: &str,
+    ) -> Result<(GuestProcess, Volumes)> {
         let id = format!("{prefix}{}", self.request.id);
         let rewritten = self.rewrite(&id)?;
+        let volumes = Volumes::start(rewritten.volumes.clone()).await?;
+        volumes.attach(self.vm, generation, &id, Where::InSpec).await?;
         while_alive(self.vm, guest.thaw(&[parent.to_owned()])).await?;
         self.create_container(guest, &id, rewritten, |prepare| {
             prepare.reuse_rootfs_of = parent.to_owned()
         })
         .await?;
-        Ok(GuestProcess {
+        let init = GuestProcess {
             container: id,
             exec: String::new(),
-        })
+        };
+        Ok((init, volumes))
     }
 
     fn rewrite(&self, guest_id: &str) -> Result<GuestSpec> {
@@ -364,7 +400,6 @@ impl Launch<'_> {
         let mut prepare = PrepareContainerRequest::new();
         prepare.container_id = guest_id.to_owned();
         prepare.spec_json = serde_json::to_vec(&rewritten.spec).map_err(|e| Error::Internal(e.to_string()))?;
-        prepare.files = rewritten.files.iter().map(read_file).collect::<Result<Vec<_>>>()?;
         disks(&mut prepare);
         let bundle = while_alive(self.vm, guest.prepare_container(&prepare))
             .await
@@ -410,6 +445,11 @@ impl Launch<'_> {
             }
         }
     }
+}
+
+/// What execs of a fork are called, so that they are told from its parent's.
+fn exec_prefix(manifest: &CheckpointManifest) -> String {
+    format!("{}-", manifest.id.as_str().get(..8).unwrap_or_default())
 }
 
 /// Directories of the checkpoint and of those it takes files from, itself last.
@@ -502,29 +542,9 @@ fn mark(path: &str) -> String {
 
 fn look(path: &Path) -> HostPath {
     match fs::metadata(path) {
-        Ok(m) if m.is_file() => HostPath::File(m.len()),
+        Ok(m) if m.is_file() => HostPath::File,
         Ok(m) if m.is_dir() => HostPath::Directory,
         Ok(_) => HostPath::Other,
         Err(_) => HostPath::Missing,
     }
-}
-
-fn read_file(file: &spec::FileToSend) -> Result<GuestFile> {
-    use std::os::unix::fs::PermissionsExt;
-    let opened = File::open(&file.source).map_err(Error::file("open", &file.source))?;
-    let mode = opened
-        .metadata()
-        .map_err(Error::file("look at", &file.source))?
-        .permissions()
-        .mode();
-    let mut content = Vec::new();
-    opened
-        .take(spec::MAX_FILE)
-        .read_to_end(&mut content)
-        .map_err(Error::file("read", &file.source))?;
-    let mut sent = GuestFile::new();
-    sent.path = file.destination.display().to_string();
-    sent.content = content;
-    sent.mode = mode & 0o7777;
-    Ok(sent)
 }

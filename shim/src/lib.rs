@@ -8,6 +8,7 @@
 //! | [`launch`], [`boot`], [`restore`], [`checkpoint`], [`rootfs`], [`disks`], [`spec`] | a machine for a container: cold, from a checkpoint, into a checkpoint |
 //! | [`vm`], [`vmm_process`], [`guest`], [`streams`], [`stdio`] | the VMM, the agent, and the bytes between containerd's FIFOs and the guest |
 //! | [`net`], [`hooks`] | the sandbox's network namespace, and its way into the machine; OCI hooks on this host |
+//! | [`volumes`] | host files and directories for the container; their server is this program again |
 //! | [`events`] | ordered publisher of task events |
 //! | [`state_dir`], [`logging`], [`error`] | what is on disk while a sandbox lives; the log; every error and its gRPC code |
 
@@ -48,3 +49,4 @@ pub mod task;
 pub mod task_service;
 pub mod vm;
 pub mod vmm_process;
+pub mod volumes;

@@ -34,6 +34,7 @@ use crate::state_dir;
 use crate::stdio::StdioPaths;
 use crate::task::{Container, NewContainer, Process};
 use crate::vm::{Vm, VmError};
+use crate::volumes::Volumes;
 
 /// How long output may take to be delivered after the end of a process.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -69,6 +70,8 @@ struct Live {
     store: PathBuf,
     /// Hooks that run when it starts.
     hooks: Option<Hooks>,
+    /// What the container sees of this host.
+    volumes: Volumes,
 }
 
 #[derive(Default)]
@@ -200,6 +203,7 @@ impl Sandbox {
             machine: Arc::new(tokio::sync::Mutex::new(launched.machine)),
             store: checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
             hooks: launched.hooks,
+            volumes: launched.volumes,
         });
         *self.slot() = Slot::Live(live.clone());
         self.publisher
@@ -576,6 +580,7 @@ impl Sandbox {
         let manifest = checkpoint::save(
             vm.as_ref(),
             &live.guest,
+            &live.volumes,
             &mut machine,
             live.container.info.clone(),
             directory,

@@ -1,8 +1,8 @@
 //! From the OCI spec that containerd wrote for this host to the one the guest runs. Pure.
 //!
 //! The container keeps its process, user, capabilities, seccomp, limits and kernel filesystems. It loses what belongs to this host:
-//! network namespace (the VM is one), cgroup path, security labels of the host's LSM, hooks that run on the host. Small host files that it binds are
-//! sent as files; other host paths are refused by name.
+//! network namespace (the VM is one), cgroup path, security labels of the host's LSM, hooks that run on the host. Host files and directories
+//! that it binds become volumes of the guest; other host paths are refused by name.
 
 use std::path::{Path, PathBuf};
 
@@ -10,8 +10,6 @@ use oci_spec::runtime::{
     Hooks, Linux, LinuxCpu, LinuxDeviceType, LinuxNamespace, LinuxNamespaceType, LinuxResources, Mount, Process, Spec,
 };
 
-/// Largest file that is sent into the guest, in bytes.
-pub const MAX_FILE: u64 = 1 << 20;
 /// Longest hostname, in bytes.
 const MAX_HOSTNAME: usize = 63;
 /// Kernel filesystems that the guest mounts by itself.
@@ -47,6 +45,14 @@ pub enum SpecError {
         /// Why not, and what to do.
         reason: String,
     },
+    /// A bind mount of nothing; in runc's words.
+    #[error("error mounting {source_path:?} to rootfs at {destination:?}: bind mount source stat: stat {}: no such file or directory", source_path.display())]
+    NoSource {
+        /// On this host.
+        source_path: PathBuf,
+        /// In the container.
+        destination: PathBuf,
+    },
     /// A namespace of another container or of the host.
     #[error("{0} namespace of another process cannot be joined from a virtual machine")]
     Namespace(String),
@@ -58,8 +64,8 @@ pub enum SpecError {
 /// What is at a host path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostPath {
-    /// A regular file of this many bytes.
-    File(u64),
+    /// A regular file.
+    File,
     /// A directory.
     Directory,
     /// Anything else.
@@ -68,13 +74,23 @@ pub enum HostPath {
     Missing,
 }
 
-/// A host file to send.
+/// A host file or directory to share.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FileToSend {
+pub struct Volume {
     /// On this host.
     pub source: PathBuf,
     /// In the container.
     pub destination: PathBuf,
+    /// It is a directory, else a file.
+    pub is_directory: bool,
+    /// With what is mounted below it (`rbind`).
+    pub recursive: bool,
+    /// Not to be changed (`ro`).
+    pub read_only: bool,
+    /// With what will be mounted below it (`rslave`, `rshared`).
+    pub follows_host: bool,
+    /// As they stand in the spec.
+    pub options: Vec<String>,
 }
 
 /// The rewritten spec.
@@ -82,8 +98,8 @@ pub struct FileToSend {
 pub struct GuestSpec {
     /// For the agent.
     pub spec: Spec,
-    /// Host files it binds.
-    pub files: Vec<FileToSend>,
+    /// What it binds of the host; the spec has them by their numbers.
+    pub volumes: Vec<Volume>,
 }
 
 /// Parses `config.json`.
@@ -119,12 +135,10 @@ pub fn annotation<'a>(spec: &'a Spec, key: &str) -> Option<&'a str> {
 /// What the guest cannot have, by name.
 pub fn for_guest(host: &Spec, guest_id: &str, look: &dyn Fn(&Path) -> HostPath) -> Result<GuestSpec, SpecError> {
     let mut spec = host.clone();
-    let mut files = Vec::new();
+    let mut volumes = Vec::new();
     let mut mounts = Vec::new();
     for mount in host.mounts().iter().flatten() {
-        if let Some(kept) = rewrite_mount(mount, look, &mut files)? {
-            mounts.push(kept);
-        }
+        mounts.push(rewrite_mount(mount, guest_id, look, &mut volumes)?);
     }
     spec.set_mounts(Some(mounts));
     if host.hostname().is_none() {
@@ -136,7 +150,7 @@ pub fn for_guest(host: &Spec, guest_id: &str, look: &dyn Fn(&Path) -> HostPath) 
     if let Some(linux) = host.linux() {
         spec.set_linux(Some(rewrite_linux(linux.clone(), guest_id)?));
     }
-    Ok(GuestSpec { spec, files })
+    Ok(GuestSpec { spec, volumes })
 }
 
 /// The hooks that run inside the container; the others are run on this host.
@@ -147,6 +161,18 @@ fn guest_hooks(host: &Hooks) -> Option<Hooks> {
     Some(hooks)
 }
 
+/// What the spec binds of this host, for a container that exists already.
+///
+/// # Errors
+/// As [`for_guest`].
+pub fn volumes(host: &Spec, look: &dyn Fn(&Path) -> HostPath) -> Result<Vec<Volume>, SpecError> {
+    let mut volumes = Vec::new();
+    for mount in host.mounts().iter().flatten().filter(|mount| is_bind(mount)) {
+        rewrite_mount(mount, "", look, &mut volumes)?;
+    }
+    Ok(volumes)
+}
+
 /// A process without the labels of the host's security modules, which the guest does not have.
 #[must_use]
 pub fn process_for_guest(mut process: Process) -> Process {
@@ -155,24 +181,29 @@ pub fn process_for_guest(mut process: Process) -> Process {
     process
 }
 
+/// Whether it is a bind mount, by its type or by its options.
+fn is_bind(mount: &Mount) -> bool {
+    let is = |word: &str| word == "bind" || word == "rbind";
+    mount.typ().as_deref().is_some_and(is) || mount.options().iter().flatten().any(|option| is(option))
+}
+
 fn rewrite_mount(
     mount: &Mount,
+    guest_id: &str,
     look: &dyn Fn(&Path) -> HostPath,
-    files: &mut Vec<FileToSend>,
-) -> Result<Option<Mount>, SpecError> {
+    volumes: &mut Vec<Volume>,
+) -> Result<Mount, SpecError> {
     let destination = mount.destination().clone();
-    let options = mount.options().clone().unwrap_or_default();
-    let kind = mount.typ().clone().unwrap_or_default();
-    let is_bind = matches!(kind.as_str(), "bind" | "rbind") || options.iter().any(|o| o == "bind" || o == "rbind");
     let refuse = |reason: String| {
         Err(SpecError::Mount {
             destination: destination.clone(),
             reason,
         })
     };
-    if !is_bind {
+    if !is_bind(mount) {
+        let kind = mount.typ().clone().unwrap_or_default();
         if KERNEL_FILESYSTEMS.contains(&kind.as_str()) {
-            return Ok(Some(mount.clone()));
+            return Ok(mount.clone());
         }
         return refuse(format!(
             "filesystem type {kind:?} of the host is not available in the virtual machine"
@@ -182,23 +213,52 @@ fn rewrite_mount(
         return refuse("a bind mount without a source".into());
     };
     if destination == Path::new("/dev/shm") {
-        return Ok(Some(shm_mount(&destination)));
+        return Ok(shm_mount(&destination));
     }
-    match look(&source) {
-        HostPath::File(bytes) if bytes <= MAX_FILE => {
-            files.push(FileToSend { source, destination });
-            Ok(None)
+    if mount.uid_mappings().is_some() || mount.gid_mappings().is_some() {
+        return refuse("id mappings of a mount are not available in the virtual machine".into());
+    }
+    let is_directory = match look(&source) {
+        HostPath::File => false,
+        HostPath::Directory => true,
+        HostPath::Other => {
+            return refuse(format!(
+                "{} is neither a file nor a directory; sockets and devices of the host cannot be used in the virtual machine",
+                source.display()
+            ));
         }
-        HostPath::File(bytes) => refuse(format!(
-            "host file {} has {bytes} bytes; files up to {MAX_FILE} bytes are copied into the virtual machine, larger ones are not shared",
-            source.display()
-        )),
-        HostPath::Directory => refuse(format!(
-            "host directory {} cannot be shared with a virtual machine; put the files into the image",
-            source.display()
-        )),
-        HostPath::Other => refuse(format!("{} is neither a file nor a directory", source.display())),
-        HostPath::Missing => refuse(format!("{} does not exist on this host", source.display())),
+        HostPath::Missing => {
+            return Err(SpecError::NoSource {
+                source_path: source,
+                destination,
+            });
+        }
+    };
+    let volume = volume(mount, source, is_directory);
+    let mut kept = mount.clone();
+    let path = Path::new(protocol::VOLUMES)
+        .join(guest_id)
+        .join(volumes.len().to_string());
+    kept.set_typ(Some("bind".into()));
+    kept.set_source(Some(path));
+    volumes.push(volume);
+    Ok(kept)
+}
+
+fn volume(mount: &Mount, source: PathBuf, is_directory: bool) -> Volume {
+    let options: Vec<&str> = mount.options().iter().flatten().map(String::as_str).collect();
+    let recursive = mount.typ().as_deref() == Some("rbind") || options.contains(&"rbind");
+    // The last one counts.
+    let access = options.iter().rev().find(|o| ["ro", "rro", "rw", "rrw"].contains(o));
+    let follows = ["slave", "rslave", "shared", "rshared"];
+    Volume {
+        source,
+        destination: mount.destination().clone(),
+        is_directory,
+        recursive,
+        read_only: access.is_some_and(|o| o.ends_with("ro")),
+        follows_host: options.iter().any(|o| follows.contains(o)),
+        options: mount.options().clone().unwrap_or_default(),
     }
 }
 
@@ -308,9 +368,9 @@ mod tests {
 
     fn look(path: &Path) -> HostPath {
         match path.to_str().unwrap() {
-            "/etc/hosts" => HostPath::File(100),
-            "/big" => HostPath::File(MAX_FILE + 1),
+            "/etc/hosts" => HostPath::File,
             "/dir" => HostPath::Directory,
+            "/run/x.sock" => HostPath::Other,
             _ => HostPath::Missing,
         }
     }
@@ -321,30 +381,51 @@ mod tests {
         ))
     }
 
+    fn bind(source: &str, destination: &str, options: &str) -> Spec {
+        with_mount(&format!(
+            r#"{{"destination":"{destination}","type":"bind","source":"{source}","options":[{options}]}}"#
+        ))
+    }
+
     #[test]
-    fn files_are_sent_and_directories_refused_by_name() {
-        let host =
-            with_mount(r#"{"destination":"/etc/hosts","type":"bind","source":"/etc/hosts","options":["rbind","ro"]}"#);
+    fn files_and_directories_become_volumes() {
+        let host = bind("/etc/hosts", "/etc/hosts", r#""rbind","rw","ro","rprivate""#);
         let guest = for_guest(&host, "c", &look).unwrap();
-        assert_eq!(
-            guest.files,
-            vec![FileToSend {
-                source: "/etc/hosts".into(),
-                destination: "/etc/hosts".into()
-            }]
-        );
-        assert_eq!(guest.spec.mounts().as_ref().unwrap().len(), 0);
+        let expected = Volume {
+            source: "/etc/hosts".into(),
+            destination: "/etc/hosts".into(),
+            is_directory: false,
+            recursive: true,
+            read_only: true,
+            follows_host: false,
+            options: ["rbind", "rw", "ro", "rprivate"].map(str::to_owned).into(),
+        };
+        assert_eq!(guest.volumes, [expected]);
+        let mounts = guest.spec.mounts().as_ref().unwrap();
+        assert_eq!(mounts[0].source().as_deref(), Some(Path::new("/run/ramet/volumes/c/0")));
+        let host = bind("/dir", "/data", r#""bind","rslave""#);
+        let volume = for_guest(&host, "c", &look).unwrap().volumes.remove(0);
+        assert!(volume.is_directory && !volume.recursive && !volume.read_only && volume.follows_host);
+    }
+
+    #[test]
+    fn what_cannot_be_shared_is_refused_by_name() {
         for (source, words) in [
-            ("/dir", "host directory /dir"),
-            ("/big", "host file /big"),
-            ("/none", "does not exist"),
+            ("/run/x.sock", "mount /data: /run/x.sock is neither"),
+            (
+                "/none",
+                r#"error mounting "/none" to rootfs at "/data": bind mount source stat: stat /none: no such file or directory"#,
+            ),
         ] {
-            let host = with_mount(&format!(
-                r#"{{"destination":"/data","type":"bind","source":"{source}","options":["rbind"]}}"#
-            ));
-            let text = for_guest(&host, "c", &look).unwrap_err().to_string();
-            assert!(text.contains("/data") && text.contains(words), "{text}");
+            let text = for_guest(&bind(source, "/data", r#""rbind""#), "c", &look)
+                .unwrap_err()
+                .to_string();
+            assert!(text.contains(words), "{text}");
         }
+        let host = with_mount(
+            r#"{"destination":"/d","type":"bind","source":"/dir","uidMappings":[{"containerID":0,"hostID":1,"size":1}]}"#,
+        );
+        assert!(matches!(for_guest(&host, "c", &look), Err(SpecError::Mount { .. })));
     }
 
     #[test]

@@ -71,7 +71,7 @@ pub async fn attach(vm: &dyn Vm, process: &GuestProcess, stream: StreamKind) -> 
 }
 
 /// Reads the answer byte by byte, so that nothing of the stream behind it is taken.
-async fn read_line(connection: &mut UnixStream) -> std::io::Result<String> {
+pub(crate) async fn read_line(connection: &mut UnixStream) -> std::io::Result<String> {
     let mut line = Vec::new();
     loop {
         match connection.read_u8().await? {

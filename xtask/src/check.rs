@@ -17,7 +17,7 @@ const MAX_LINES: usize = 700;
 const ARROWS: &[(&str, &[&str])] = &[
     ("agent", &["netlink", "protocol"]),
     ("cli", &["checkpoint", "protocol"]),
-    ("shim", &["checkpoint", "netlink", "protocol", "vmm"]),
+    ("shim", &["checkpoint", "netlink", "protocol", "vmm", "volumes"]),
     ("snapshotter", &["checkpoint", "protocol"]),
     ("vmm", &["checkpoint"]),
 ];
