@@ -392,7 +392,7 @@ mod tests {
         std::fs::write(&program, "#!/bin/sh\necho all is well >&2\nkill -KILL $$\n").unwrap();
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         std::fs::set_permissions(&program, mode).unwrap();
-        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false).unwrap();
+        let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false, None).unwrap();
         assert_eq!(vmm.ended().await, "it was killed by SIGKILL");
     }
 
