@@ -29,6 +29,7 @@ pub mod strays;
 pub mod streams;
 #[expect(unsafe_code, reason = "system calls without a safe wrapper")]
 pub mod sys;
+pub mod sysctl;
 pub mod task_service;
 pub mod volume_mounts;
 pub mod volumes;

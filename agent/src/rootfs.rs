@@ -10,6 +10,7 @@ use protocol::guest::PrepareContainerRequest;
 use crate::cgroup::Cgroup;
 use crate::error::{AgentError, Result};
 use crate::in_root::InRoot;
+use crate::sysctl::NetworkSysctls;
 
 /// One directory for each container.
 const CONTAINERS: &str = "/run/ramet/containers";
@@ -146,6 +147,7 @@ impl Rootfs {
         let config = bundle.join("config.json");
         std::fs::write(&config, spec.json)
             .map_err(|error| AgentError::io(format!("write {}", config.display()), error))?;
+        spec.sysctls.set()?;
         let root = InRoot::open(&self.path)?;
         if !spec.cwd.is_empty() {
             root.make_directories(Path::new(&spec.cwd))?;
@@ -174,6 +176,8 @@ pub struct CompleteSpec {
     pub json: String,
     /// Directory the process starts in; made when it is missing, as runc does.
     pub cwd: String,
+    /// What is set in the guest for it.
+    pub sysctls: NetworkSysctls,
 }
 
 /// Sets what only the agent knows: the root's path and the control group. Hooks are the host's and were run there.
@@ -200,6 +204,7 @@ pub fn complete_spec(json: &[u8], id: &str, root: &Path) -> Result<CompleteSpec>
             return Err(invalid(&format!("{key} is not an object")));
         }
     }
+    let sysctls = NetworkSysctls::take(&mut value)?;
     value["root"]["path"] = root.to_string_lossy().into();
     value["linux"]["cgroupsPath"] = Cgroup::spec_path(id).into();
     if value["hostname"].as_str().unwrap_or_default().is_empty() && has_own_hostname(&value) {
@@ -209,7 +214,7 @@ pub fn complete_spec(json: &[u8], id: &str, root: &Path) -> Result<CompleteSpec>
     let cwd = value["process"]["cwd"].as_str().unwrap_or_default().to_owned();
     let json = value.to_string();
     serde_json::from_str::<Spec>(&json).map_err(|error| invalid(&error))?;
-    Ok(CompleteSpec { json, cwd })
+    Ok(CompleteSpec { json, cwd, sysctls })
 }
 
 /// Whether the spec asks for a new UTS namespace.
