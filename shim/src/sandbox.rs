@@ -3,26 +3,26 @@
 //! State is behind one mutex that is never held across an await; operations that must not overlap take the container's operation
 //! lock. What the guest or the VMM says by itself (exits, OOM kills, the machine's end) is awaited by tasks of their own.
 
+mod end;
+mod save;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use protocol::containerd::api::{CreateTaskRequest, Mount};
-use protocol::containerd::events::task::{
-    TaskCheckpointed, TaskCreate, TaskDelete, TaskExecAdded, TaskIO, TaskOOM, TaskPaused, TaskResumed,
-};
+use protocol::containerd::api::CreateTaskRequest;
+use protocol::containerd::events::task::{TaskCreate, TaskExecAdded, TaskIO, TaskOOM, TaskPaused, TaskResumed};
 use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::topics;
 use protocol::containerd::ttrpc;
 use tokio::sync::Notify;
 use tracing::{info, warn};
-use vmm::control::Request;
 
-use crate::checkpoint::{self, Machine, Pointer};
+use crate::checkpoint::Machine;
 use crate::error::{Error, Result};
-use crate::events::{Publisher, timestamp};
+use crate::events::Publisher;
 use crate::guest::{Guest, GuestError, GuestProcess, while_alive};
-use crate::hooks::{self, Hooks};
+use crate::hooks::Hooks;
 use crate::launch::{self, Launched, Surroundings};
 use crate::lifecycle::{Exit, LOST, ProcessId, Refusal};
 use crate::limits;
@@ -36,12 +36,8 @@ use crate::task::{Container, NewContainer, Process};
 use crate::vm::{Vm, VmError};
 use crate::volumes::Volumes;
 
-/// How long output may take to be delivered after the end of a process.
-const DRAIN: Duration = Duration::from_secs(10);
 /// How long execs may take to be reported after the end of init.
 const EXEC_GRACE: Duration = Duration::from_secs(10);
-/// How long the guest may take to unmount the container's disks.
-const RELEASE: Duration = Duration::from_secs(5);
 
 /// A process as State shows it.
 #[derive(Debug)]
@@ -201,7 +197,7 @@ impl Sandbox {
             container,
             guest: launched.guest,
             machine: Arc::new(tokio::sync::Mutex::new(launched.machine)),
-            store: checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
+            store: save::checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
             hooks: launched.hooks,
             volumes: launched.volumes,
         });
@@ -360,18 +356,6 @@ impl Sandbox {
                 restore::note_touched(vm.as_ref(), &directory).await;
             }
         });
-    }
-
-    /// Runs the hooks that are due when nothing is left of the container.
-    async fn run_poststop(&self, bundle: &Path) {
-        let (bundle, mark) = (bundle.to_owned(), self.around.hooks_mark());
-        let done = launch::blocking(move || {
-            hooks::finish(&bundle, &mark);
-            Ok(())
-        });
-        if let Err(error) = done.await {
-            warn!(error = error.text(), "poststop hooks");
-        }
     }
 
     /// Registers an exec.
@@ -554,160 +538,6 @@ impl Sandbox {
         let resources = Some(limits::update(shape, resources)?);
         let guest_id = live.container.process(&None)?.guest.container.clone();
         Ok(while_alive(self.vm()?.as_ref(), live.guest.update(&guest_id, resources)).await?)
-    }
-
-    /// Saves the sandbox. With `image_path`, into that directory; else beside the container's snapshot, and `path` gets a pointer to it.
-    ///
-    /// # Errors
-    /// The container runs on if its machine lives.
-    pub async fn checkpoint(&self, id: &str, path: &Path, image_path: Option<&Path>, exit: bool) -> Result<()> {
-        let live = self.live(id)?;
-        let _alone = live.container.operation.lock().await;
-        live.container.life(|life| life.may_checkpoint())?;
-        let vm = self.vm()?;
-        let mut machine = live.machine.lock().await;
-        let store;
-        let directory = match image_path {
-            Some(directory) => directory,
-            None => {
-                let name =
-                    ::checkpoint::manifest::CheckpointId::random().map_err(Error::file("read", "/dev/urandom"))?;
-                store = live.store.join(name.as_str());
-                store.as_path()
-            }
-        };
-        let bases = machine.base_directories.clone();
-        let manifest = checkpoint::save(
-            vm.as_ref(),
-            &live.guest,
-            &live.volumes,
-            &mut machine,
-            live.container.info.clone(),
-            directory,
-        )
-        .await?;
-        drop(machine);
-        if image_path.is_none() {
-            let pointer = Pointer {
-                version: 1,
-                id: manifest.id.clone(),
-                directory: directory.to_owned(),
-                bases,
-            };
-            checkpoint::write_pointer(path, &pointer)?;
-        }
-        let event = TaskCheckpointed {
-            container_id: id.to_owned(),
-            checkpoint: directory.display().to_string(),
-            ..Default::default()
-        };
-        self.publisher.publish(topics::TASK_CHECKPOINTED_EVENT_TOPIC, &event);
-        if exit {
-            vm.kill().await;
-        } else if live.container.life(|life| life.is_paused()) {
-            // Thawing for the checkpoint undid the pause, which its owner still counts on.
-            let guest_id = live.container.process(&None)?.guest.container.clone();
-            if let Err(error) = live.guest.set_paused(&guest_id, true).await {
-                warn!(%error, "the container could not be paused again");
-            }
-        }
-        Ok(())
-    }
-
-    /// Removes the record of a process; with init's, the machine goes.
-    ///
-    /// # Errors
-    /// It runs, or there is no such process.
-    pub async fn delete(&self, id: &str, process: ProcessId) -> Result<(u32, Exit)> {
-        let live = self.live(id)?;
-        let record = live.container.process(&process)?;
-        let _alone = if process.is_none() {
-            Some(live.container.operation.lock().await)
-        } else {
-            None
-        };
-        let exit = live.container.life(|life| life.may_delete(&process))?;
-        let exit = exit.unwrap_or_else(|| Exit {
-            status: 0,
-            at: SystemTime::now(),
-        });
-        let pid = self.pid();
-        if exit.status == LOST {
-            record.copies.drain(Duration::from_secs(1)).await;
-        } else {
-            record.copies.drain(DRAIN).await;
-        }
-        if let Some(exec) = &process {
-            if let Err(error) = while_alive(self.vm()?.as_ref(), live.guest.delete(&record.guest)).await {
-                info!(%error, exec, "the agent could not delete the exec");
-            }
-            live.container.remove_exec(&self.publisher, pid, exec);
-            return Ok((pid, exit));
-        }
-        self.end_machine(&live, &record).await;
-        rootfs::unmount_leftovers(&live.container.bundle);
-        net::release(&live.container.bundle);
-        self.run_poststop(&live.container.bundle).await;
-        *self.slot() = Slot::Over;
-        let event = TaskDelete {
-            container_id: id.to_owned(),
-            pid,
-            exit_status: exit.status,
-            exited_at: Some(timestamp(exit.at)).into(),
-            ..Default::default()
-        };
-        self.publisher.publish(topics::TASK_DELETE_EVENT_TOPIC, &event);
-        Ok((pid, exit))
-    }
-
-    /// Lets the guest write its disks back, then ends the machine.
-    async fn end_machine(&self, live: &Live, init: &Process) {
-        let Ok(vm) = self.vm() else { return };
-        // The disk of a fork is dropped with it, and a fork's guest has more in it than this container.
-        let clean = async {
-            if live.container.fork.is_some() {
-                return Ok(());
-            }
-            live.guest.delete(&init.guest).await?;
-            live.guest.release_container(&init.guest.container, RELEASE).await
-        };
-        if let Err(error) = while_alive(vm.as_ref(), clean).await {
-            info!(%error, "the guest was not left in order");
-        }
-        let _ = tokio::time::timeout(Duration::from_secs(2), vm.request(Request::Stop, Vec::new())).await;
-        vm.kill().await;
-    }
-
-    /// Whether the shim may end: nothing is left, or it must.
-    pub fn shut_down(&self, now: bool) {
-        let busy = matches!(&*self.slot(), Slot::Live(_) | Slot::Creating);
-        if now || !busy {
-            self.shutdown.notify_one();
-        }
-    }
-
-    /// Ends everything at once; containerd is told that the processes were lost.
-    pub async fn abandon(&self) {
-        if let Ok(vm) = self.vm() {
-            vm.kill().await;
-            tokio::task::yield_now().await;
-        }
-        let live = match &*self.slot() {
-            Slot::Live(live) => Some(live.clone()),
-            _ => None,
-        };
-        if let Some(live) = live {
-            live.container
-                .change(&self.publisher, self.pid(), |life| life.lost(SystemTime::now()));
-            rootfs::unmount_leftovers(&live.container.bundle);
-        }
-    }
-}
-
-fn checkpoint_store(mounts: &[Mount], bundle: &Path) -> PathBuf {
-    match rootfs::classify(mounts) {
-        Ok(rootfs::Rootfs::Ours { snapshot, .. }) => snapshot.join("task-checkpoints"),
-        _ => rootfs::work_dir(bundle).join("task-checkpoints"),
     }
 }
 
