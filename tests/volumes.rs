@@ -206,7 +206,8 @@ fn each_fork_has_its_own_volumes_and_the_parent_keeps_its() -> Result<()> {
         .stdin("three\n")
         .succeed()?;
     ensure!(fork.out() == "of the fork\n", "{:?} {:?}", fork.out(), fork.err());
-    ensure!(ours.read("log")? == "one\ntwo\n" && theirs.read("log")? == "three\n");
+    let logs = (ours.read("log")?, theirs.read("log")?);
+    ensure!(logs == ("one\ntwo\n".into(), "three\n".into()), "{logs:?}");
     let script = "ls /data; cat /more/name; echo x > /more/name";
     let beside = node
         .run(Runtime::Ramet, &image.name, &["sh", "-c", script])

@@ -133,6 +133,10 @@ impl Experiment<'_> {
     fn forks(&self, report: &mut Report) -> Result<()> {
         let mut seen = BTreeSet::new();
         let (mut values, mut clock_ok) = (0, true);
+        let mut first = Worker::fork(self.node, WARM, "fork-first")?;
+        first.ask(&json!({ "operation": "inspect" }))?;
+        report.forks.first_ms = first.ready_ms()?;
+        first.finish()?;
         for index in 0..self.forks {
             let task = task(index);
             let mut fork = Worker::fork(self.node, WARM, &format!("fork-{index}"))?;
