@@ -192,6 +192,7 @@ pub async fn show_boot_id(pid: u32) -> Result<()> {
         write_boot_id(boot_id.trim())?;
     }
     let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
+        .and_then(|tree| crate::sys::set_tree_attributes(&tree, crate::sys::READ_ONLY).map(|()| tree))
         .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
     let namespace = open_namespace(pid, "mnt")?;
     on_a_thread(move || {

@@ -125,26 +125,7 @@ pub fn clone_tree(path: &Path) -> io::Result<OwnedFd> {
     let fd = Errno::result(fd)?;
     let fd = i32::try_from(fd).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made this descriptor for us.
-    let tree = unsafe { OwnedFd::from_raw_fd(fd) };
-    let read_only = libc::mount_attr {
-        attr_set: libc::MOUNT_ATTR_RDONLY,
-        attr_clr: 0,
-        propagation: 0,
-        userns_fd: 0,
-    };
-    // SAFETY: the path is a C string, and the kernel reads as many bytes of `read_only` as it has.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            tree.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            &raw const read_only,
-            size_of_val(&read_only),
-        )
-    };
-    Errno::result(result)?;
-    Ok(tree)
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Mounts a tree from [`clone_tree`] at `target`, in the mount namespace of the calling thread.
@@ -168,6 +149,9 @@ pub fn attach_tree(tree: &OwnedFd, target: &Path) -> io::Result<()> {
     Errno::result(result)?;
     Ok(())
 }
+
+/// `MOUNT_ATTR_RDONLY`
+pub const READ_ONLY: u64 = libc::MOUNT_ATTR_RDONLY;
 
 /// Sets attributes (`MOUNT_ATTR_…`) of a tree from [`clone_tree`].
 ///
