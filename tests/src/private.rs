@@ -185,6 +185,14 @@ disabled_plugins = [
 [proxy_plugins.ramet]
   type = "snapshot"
   address = "{directory}/s.sock"
+
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+  platform = "linux/amd64"
+  snapshotter = "overlayfs"
+
+[[plugins."io.containerd.transfer.v1.local".unpack_config]]
+  platform = "linux/amd64"
+  snapshotter = "ramet"
 "#
     )
 }
