@@ -106,12 +106,10 @@ with_each_runtime! {
     }
 }
 
-/// With runc it would be there.
-#[test]
-fn a_host_device_is_refused_by_name() -> Result<()> {
+/// Runs `true` with a flag that a virtual machine cannot honour; the message must have these words.
+fn is_refused(flag: &str, words: &str) -> Result<()> {
     let run = Node::shared().run(Runtime::Ramet, BUSYBOX, &["true"]);
-    let done = run.flag("--device=/dev/kvm").finish()?;
-    let words = "host device /dev/kvm cannot be passed into a virtual machine";
+    let done = run.flag(flag).finish()?;
     ensure!(
         done.code != 0 && done.err().contains(words),
         "{} {}",
@@ -121,16 +119,19 @@ fn a_host_device_is_refused_by_name() -> Result<()> {
     Ok(())
 }
 
+/// With runc it would be there.
+#[test]
+fn a_host_device_is_refused_by_name() -> Result<()> {
+    is_refused(
+        "--device=/dev/kvm",
+        "host device /dev/kvm cannot be passed into a virtual machine",
+    )
+}
+
 #[test]
 fn another_containers_namespace_is_refused_by_name() -> Result<()> {
-    let run = Node::shared().run(Runtime::Ramet, BUSYBOX, &["true"]);
-    let done = run.flag("--with-ns=ipc:/proc/1/ns/ipc").finish()?;
-    let words = "ipc namespace of another process cannot be joined from a virtual machine";
-    ensure!(
-        done.code != 0 && done.err().contains(words),
-        "{} {}",
-        done.code,
-        done.err()
-    );
-    Ok(())
+    is_refused(
+        "--with-ns=ipc:/proc/1/ns/ipc",
+        "ipc namespace of another process cannot be joined from a virtual machine",
+    )
 }
