@@ -158,17 +158,11 @@ fn debootstrap(root: &Path, packages: &[String]) -> Result<()> {
         "building the lab's root filesystem from {} ({SUITE})",
         mirror.uri
     ));
-    let mut command = Command::new("mmdebstrap");
+    let mut command = mirror.mmdebstrap("essential", &packages.join(","));
     // The kernel's packages would otherwise build an initrd, which nobody uses here.
-    command
-        .env("INITRD", "No")
-        .args(["--quiet", "--variant=essential", "--mode=root", "--format=directory"]);
-    command.arg(format!("--include={}", packages.join(",")));
+    command.env("INITRD", "No");
     for tree in ["doc", "man", "locale", "info"] {
         command.arg(format!("--dpkgopt=path-exclude=/usr/share/{tree}/*"));
-    }
-    for option in &mirror.options {
-        command.arg(format!("--aptopt={option}"));
     }
     execute(command.arg(SUITE).arg(root).arg(&mirror.uri))
 }

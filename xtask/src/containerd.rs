@@ -58,11 +58,7 @@ fn debian(ws: &Workspace, suite: &str) -> Result<PathBuf> {
     }
     let mirror = mirror::find()?;
     say(format!("unpacking {suite}'s containerd from {}", mirror.uri));
-    let mut command = Command::new("mmdebstrap");
-    command
-        .args(["--quiet", "--mode=root", "--format=directory", "--variant=extract"])
-        .arg("--include=containerd")
-        .args(mirror.options.iter().map(|option| format!("--aptopt={option}")));
+    let mut command = mirror.mmdebstrap("extract", "containerd");
     execute(command.arg(suite).arg(&work).arg(&mirror.uri))?;
     fs::rename(&work, &root).context("renaming the unpacked containerd")?;
     Ok(programs)

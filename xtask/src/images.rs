@@ -122,16 +122,8 @@ fn python(oci: &mut OciTar) -> Result<()> {
          APT_CONFIG=$MMDEBSTRAP_APT_CONFIG apt-get -q -o APT::Sandbox::User=root download {LEFT_PACKED}"
     );
     let mirror = mirror::find()?;
-    let mut command = Command::new("mmdebstrap");
-    command.args([
-        "--quiet",
-        "--mode=root",
-        "--variant=extract",
-        "--include",
-        PYTHON_PACKAGES,
-    ]);
+    let mut command = mirror.mmdebstrap("extract", PYTHON_PACKAGES);
     command.arg(format!("--extract-hook={download}"));
-    command.args(mirror.options.iter().map(|option| format!("--aptopt={option}")));
     execute(command.arg(SUITE).arg(&root).arg(&mirror.uri))?;
     trim(&root)?;
     fs::write(root.join("etc/passwd"), PASSWD)?;

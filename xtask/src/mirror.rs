@@ -13,7 +13,21 @@ pub(crate) struct Mirror {
     /// The archive's address.
     pub(crate) uri: String,
     /// Options to hand on, such as proxies, in apt.conf syntax.
-    pub(crate) options: Vec<String>,
+    options: Vec<String>,
+}
+
+impl Mirror {
+    /// mmdebstrap for a directory, with what is the same for every tree: `variant` is `extract` (unpacked only) or `essential`
+    /// (configured, too). More options may follow; then come suite, directory and [`Self::uri`].
+    pub(crate) fn mmdebstrap(&self, variant: &str, packages: &str) -> Command {
+        let mut command = Command::new("mmdebstrap");
+        command
+            .args(["--quiet", "--mode=root", "--format=directory"])
+            .arg(format!("--variant={variant}"))
+            .arg(format!("--include={packages}"))
+            .args(self.options.iter().map(|option| format!("--aptopt={option}")));
+        command
+    }
 }
 
 /// Reads the apt configuration of this machine.
