@@ -1,10 +1,11 @@
 //! How long a fork of a tiny guest with 1 GiB of memory takes, from the start of the process to the first exit of its vCPU:
 //!
 //! ```text
-//! fork_bench [FORKS] [AT_ONCE]
+//! fork_bench [FORKS] [AT_ONCE] [JSON]
 //! ```
 //!
-//! The memory file is dense: every page of the gibibyte is in it.
+//! The memory file is dense: every page of the gibibyte is in it. Each step is shown with its own time, so that one sees
+//! which of them a fork's time goes to; with a file named, the same numbers are written there.
 
 #[path = "../tests/common/mod.rs"]
 #[expect(dead_code, reason = "the tests use the rest")]
@@ -58,7 +59,7 @@ fn dense_checkpoint() -> Result<Checkpoint> {
     vmm.boot_tiny(&BEEPER, 1, MEMORY, &console)?;
     more_lines(&console, 2)?;
     let files = Checkpoint::new(1)?;
-    println!("save: {:?}", vmm.save(&files, false)?);
+    vmm.save(&files, false)?;
     let index = MemoryIndex::read_from(File::open(files.path("memory.index"))?)?;
     let sparse = File::open(files.path("memory"))?;
     let dense = File::create(files.path("dense"))?;
@@ -108,29 +109,63 @@ fn fork(files: &Checkpoint) -> Result<(Vmm, Steps)> {
     ))
 }
 
-fn report(what: &str, steps: &[Steps]) {
-    let column = |name: &str, pick: fn(&Steps) -> Duration| {
-        let mut values: Vec<Duration> = steps.iter().map(pick).collect();
-        values.sort_unstable();
-        let at = |percent: usize| values[(values.len() * percent / 100).min(values.len() - 1)];
-        println!("{what}: {name:<11} p50 {:>9.3?}  p99 {:>9.3?}", at(50), at(99));
-    };
-    column("spawned", |steps| steps.spawned);
-    column("restored", |steps| steps.restored);
-    column("resumed", |steps| steps.resumed);
-    column("first exit", |steps| steps.first_exit);
+/// What one step of many forks took.
+#[derive(serde::Serialize)]
+struct Row {
+    step: &'static str,
+    p50_us: u128,
+    p99_us: u128,
+}
+
+/// What a step took.
+type Pick = fn(&Steps) -> Duration;
+
+/// The steps one after the other, each without those before it, and their sum at the end.
+const STEPS: [(&str, Pick); 5] = [
+    ("process spawned", |steps| steps.spawned),
+    ("state and memory restored", |steps| steps.restored - steps.spawned),
+    ("resumed", |steps| steps.resumed - steps.restored),
+    ("first exit of the vCPU", |steps| steps.first_exit - steps.resumed),
+    ("all", |steps| steps.first_exit),
+];
+
+fn rows(forks: &[Steps]) -> Vec<Row> {
+    STEPS
+        .iter()
+        .map(|(step, pick)| {
+            let mut values: Vec<Duration> = forks.iter().map(pick).collect();
+            values.sort_unstable();
+            let at = |percent: usize| values[(values.len() * percent / 100).min(values.len() - 1)].as_micros();
+            Row {
+                step,
+                p50_us: at(50),
+                p99_us: at(99),
+            }
+        })
+        .collect()
+}
+
+fn report(what: &str, rows: &[Row]) {
+    println!("{what:<32} {:>10} {:>10}", "p50, us", "p99, us");
+    for row in rows {
+        println!("  {:<30} {:>10} {:>10}", row.step, row.p50_us, row.p99_us);
+    }
+    if let Some(longest) = rows[..rows.len() - 1].iter().max_by_key(|row| row.p50_us) {
+        println!("  dominated by: {}\n", longest.step);
+    }
 }
 
 fn main() -> Result<()> {
-    let mut numbers = std::env::args().skip(1).map(|argument| argument.parse::<usize>());
-    let forks = numbers.next().transpose()?.unwrap_or(200);
-    let at_once = numbers.next().transpose()?.unwrap_or(50);
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let number = |index: usize, default| arguments.get(index).map_or(Ok(default), |text| text.parse::<usize>());
+    let (forks, at_once) = (number(0, 200)?, number(1, 50)?);
     let files = dense_checkpoint()?;
     let mut one_by_one = Vec::new();
     for _ in 0..forks {
         one_by_one.push(fork(&files)?.1);
     }
-    report("one by one", &one_by_one);
+    let one_by_one = rows(&one_by_one);
+    report(&format!("{forks} forks one by one"), &one_by_one);
 
     let start = Instant::now();
     let together: Vec<(Vmm, Steps)> = std::thread::scope(|scope| {
@@ -140,10 +175,15 @@ fn main() -> Result<()> {
             .map(|thread| thread.join().unwrap_or_else(|_| anyhow::bail!("thread panicked")))
             .collect::<Result<_>>()
     })?;
-    println!(
-        "{at_once} at once: all had their first exit after {:.3?}",
-        start.elapsed()
-    );
-    report("at once", &together.iter().map(|(_, steps)| *steps).collect::<Vec<_>>());
+    let all = start.elapsed();
+    let together = rows(&together.iter().map(|(_, steps)| *steps).collect::<Vec<_>>());
+    report(&format!("{at_once} forks at once"), &together);
+    println!("all {at_once} had their first exit after {} ms", all.as_millis());
+    if let Some(path) = arguments.get(2) {
+        let json = serde_json::json!({
+            "one_by_one": one_by_one, "at_once": together, "forks_at_once": at_once, "at_once_ms": all.as_millis(),
+        });
+        std::fs::write(path, serde_json::to_string_pretty(&json)?)?;
+    }
     Ok(())
 }

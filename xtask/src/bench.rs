@@ -1,20 +1,22 @@
 //! `cargo xtask bench`: parts that run one after the other, each in a lab of its own where there is no hardware virtualisation.
+//! Only `machine`, tiny guests of the VMM alone, runs on this machine's own `/dev/kvm` everywhere.
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::ExitCode;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::{Subcommand, ValueEnum};
 use serde_json::{Map, Value};
 
+use crate::build;
 use crate::demo::Program;
-use crate::workspace::{Workspace, say};
+use crate::workspace::{Workspace, execute, say};
 
 /// The benchmarks.
 #[derive(Subcommand)]
-pub(crate) enum Command {
+pub(crate) enum Bench {
     /// Forks beside cold workers and plain containers, and what does not change the time of a fork
     Fork {
         /// Write the results of all parts to this file
@@ -32,6 +34,8 @@ pub(crate) enum Command {
 /// A part of the benchmark.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
+    /// Forks of a tiny guest of 1 GiB by the VMM alone: time to its first exit, and fifty at once
+    Machine,
     /// The demo with fewer workers
     Workers,
     /// Root filesystems of 2 GiB and 50 MiB
@@ -41,10 +45,11 @@ pub(crate) enum Part {
 }
 
 impl Part {
-    const ALL: [Self; 3] = [Self::Workers, Self::Rootfs, Self::Memory];
+    const ALL: [Self; 4] = [Self::Machine, Self::Workers, Self::Rootfs, Self::Memory];
 
     fn name(self) -> &'static str {
         match self {
+            Self::Machine => "machine",
             Self::Workers => "workers",
             Self::Rootfs => "rootfs",
             Self::Memory => "memory",
@@ -53,6 +58,7 @@ impl Part {
 
     fn options(self) -> &'static [&'static str] {
         match self {
+            Self::Machine => &[],
             Self::Workers => &["--forks=6", "--cold=1"],
             Self::Rootfs => &["compare", "rootfs"],
             Self::Memory => &["compare", "memory"],
@@ -61,8 +67,8 @@ impl Part {
 }
 
 /// Runs a benchmark. A part that fails does not keep the others from running.
-pub(crate) fn run(ws: &Workspace, command: &Command) -> Result<ExitCode> {
-    let Command::Fork { json, no_build, part } = command;
+pub(crate) fn run(ws: &Workspace, command: &Bench) -> Result<ExitCode> {
+    let Bench::Fork { json, no_build, part } = command;
     let parts = part.map_or(Part::ALL.to_vec(), |part| vec![part]);
     let mut code = ExitCode::SUCCESS;
     let mut results = Map::new();
@@ -70,13 +76,10 @@ pub(crate) fn run(ws: &Workspace, command: &Command) -> Result<ExitCode> {
         say(format!("bench: {}", part.name()));
         let file = ws.target.join(format!("bench-{}.json", part.name()));
         let _ = fs::remove_file(&file);
-        let program = Program {
-            name: "bench",
-            options: part.options().iter().map(ToString::to_string).collect(),
-            json: Some(file.clone()),
-            timeout: Duration::from_secs(8 * 60),
+        let ended = match part {
+            Part::Machine => machine(ws, &file)?,
+            _ => containers(ws, part, &file, *no_build || number > 1)?,
         };
-        let ended = program.run(ws, *no_build || number > 0)?;
         if ended != ExitCode::SUCCESS {
             code = ended;
         }
@@ -89,4 +92,30 @@ pub(crate) fn run(ws: &Workspace, command: &Command) -> Result<ExitCode> {
         fs::write(json, text + "\n").with_context(|| format!("writing {}", json.display()))?;
     }
     Ok(code)
+}
+
+/// A part with containers, by `ramet-demo`.
+fn containers(ws: &Workspace, part: Part, json: &Path, no_build: bool) -> Result<ExitCode> {
+    let program = Program {
+        name: "bench",
+        options: part.options().iter().map(ToString::to_string).collect(),
+        json: Some(json.to_owned()),
+        timeout: Duration::from_secs(8 * 60),
+    };
+    program.run(ws, no_build)
+}
+
+/// The VMM alone, on this machine.
+fn machine(ws: &Workspace, json: &Path) -> Result<ExitCode> {
+    if !Path::new("/dev/kvm").exists() {
+        say("skipped: this machine has no /dev/kvm");
+        return Ok(ExitCode::SUCCESS);
+    }
+    execute(build::cargo(ws).args(["build", "--release", "-p", "vmm", "--bins", "--example", "fork_bench"]))?;
+    execute(
+        Command::new(ws.programs_dir().join("examples/fork_bench"))
+            .args(["200", "50"])
+            .arg(json),
+    )?;
+    Ok(ExitCode::SUCCESS)
 }

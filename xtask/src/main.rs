@@ -55,7 +55,7 @@ enum Command {
     /// Benchmarks
     Bench {
         #[command(subcommand)]
-        command: bench::Command,
+        command: bench::Bench,
     },
     /// Formatting, lints, file sizes and the direction of dependencies
     Check,

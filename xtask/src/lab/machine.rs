@@ -100,7 +100,8 @@ fn start(config: &Config, ports: &[&Port], serial: &str, stdin: Stdio) -> Result
     ]);
     command.args(["-name", &machine_name(&config.run_dir), "-M", "q35", "-no-reboot"]);
     if is_emulated() {
-        command.args(["-accel", "tcg,tb-size=512", "-cpu", "max"]);
+        // Translated code, at most 2 GiB: when it is full all of it is thrown away, and what runs then is slow for seconds.
+        command.args(["-accel", "tcg,tb-size=2000", "-cpu", "max"]);
     } else {
         command.args(["-accel", "kvm", "-cpu", "host"]);
     }
@@ -110,9 +111,10 @@ fn start(config: &Config, ports: &[&Port], serial: &str, stdin: Stdio) -> Result
         .arg(&config.kernel)
         .arg("-initrd")
         .arg(&config.initramfs);
+    // Without address randomisation the translated code of a program serves its next process too.
     command.args([
         "-append",
-        "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on tsc=noirqtime",
+        "console=ttyS0 quiet panic=-1 mitigations=off norandmaps random.trust_cpu=on tsc=noirqtime",
     ]);
     for (serial, path, options) in [
         ("base", &config.root_disk, "snapshot=on"),
