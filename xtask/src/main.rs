@@ -14,6 +14,7 @@ mod kernel;
 mod lab;
 mod mirror;
 mod setup;
+mod snapshot_suite;
 mod test;
 mod tools;
 mod workspace;

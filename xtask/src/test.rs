@@ -11,7 +11,7 @@ use crate::build::{self, cargo};
 use crate::containerd::Release;
 use crate::e2e::Suite;
 use crate::workspace::{Workspace, capture, say};
-use crate::{e2e, guest, images, setup};
+use crate::{e2e, guest, images, setup, snapshot_suite};
 
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
@@ -39,6 +39,14 @@ struct Skipped {
 }
 
 impl Summary {
+    pub(crate) fn pass(&mut self, test: impl Into<String>) {
+        self.passed.push(test.into());
+    }
+
+    pub(crate) fn fail(&mut self, test: impl Into<String>) {
+        self.failed.push(test.into());
+    }
+
     pub(crate) fn skip(&mut self, test: impl Into<String>, reason: impl Into<String>) {
         self.skipped.push(Skipped {
             test: test.into(),
@@ -97,6 +105,11 @@ impl Summary {
         self.passed.retain(|test| !self.failed.contains(test));
     }
 
+    /// How many passed, failed and were skipped.
+    pub(crate) fn counts(&self) -> [usize; 3] {
+        [self.passed.len(), self.failed.len(), self.skipped.len()]
+    }
+
     /// Prints what was skipped and failed, and as the last line the sum; returns our exit code.
     pub(crate) fn print(&self) -> ExitCode {
         for Skipped { test, reason } in &self.skipped {
@@ -105,12 +118,8 @@ impl Summary {
         for test in &self.failed {
             println!("FAILED {test}");
         }
-        println!(
-            "{} passed, {} failed, {} skipped",
-            self.passed.len(),
-            self.failed.len(),
-            self.skipped.len()
-        );
+        let [passed, failed, skipped] = self.counts();
+        println!("{passed} passed, {failed} failed, {skipped} skipped");
         if self.failed.is_empty() {
             ExitCode::SUCCESS
         } else {
@@ -133,6 +142,7 @@ pub(crate) fn run(ws: &Workspace, args: &Args) -> Result<ExitCode> {
         }
     }
     native_tests(ws, &left_out, &mut summary)?;
+    snapshot_suite::run(ws, &mut summary);
     if args.no_lab {
         summary.skip("end-to-end tests", "--no-lab was given");
     } else if let Err(error) = end_to_end_tests(ws, &mut summary) {
