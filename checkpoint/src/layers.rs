@@ -22,7 +22,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use nix::fcntl::AT_FDCWD;
+use nix::fcntl::{AT_FDCWD, FallocateFlags, fallocate};
 use nix::sys::stat::{UtimensatFlags, utimensat};
 use nix::sys::time::TimeSpec;
 use sha2::{Digest, Sha256};
@@ -283,9 +283,10 @@ pub(crate) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Checks the size, makes the bytes durable and hashes them.
+/// Checks the size, hashes the bytes and makes them durable. Zeros, as of sparse files, take no room from then on.
 fn finish(path: &Path) -> Result<String, LayerError> {
-    let mut file = File::open(path).map_err(io_error("open", path))?;
+    let open = File::options().read(true).write(true).open(path);
+    let mut file = open.map_err(io_error("open", path))?;
     let bytes = file.metadata().map_err(io_error("look at", path))?.len();
     if !good_size(bytes) {
         return Err(LayerError::BadSize {
@@ -293,18 +294,34 @@ fn finish(path: &Path) -> Result<String, LayerError> {
             bytes,
         });
     }
-    file.sync_all().map_err(io_error("sync", path))?;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 1 << 18];
+    let mut offset = 0;
     loop {
         match file.read(&mut buffer) {
             Ok(0) => break,
-            Ok(n) => hasher.update(&buffer[..n]),
+            Ok(n) => {
+                let read = &buffer[..n];
+                if read.iter().all(|byte| *byte == 0) {
+                    free(&file, offset, n);
+                }
+                hasher.update(read);
+                offset += n;
+            }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(io_error("read", path)(e)),
         }
     }
+    file.sync_all().map_err(io_error("sync", path))?;
     Ok(hex(&hasher.finalize()))
+}
+
+/// Makes a hole where zeros are. A filesystem without holes keeps them.
+fn free(file: &File, offset: usize, length: usize) {
+    if let (Ok(offset), Ok(length)) = (i64::try_from(offset), i64::try_from(length)) {
+        let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let _ = fallocate(file, hole, offset, length);
+    }
 }
 
 /// Gives the time zero to whiteouts, and to directories that are newer than their own making. Unpacking sets the time of what the

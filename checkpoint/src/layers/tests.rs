@@ -285,3 +285,28 @@ fn merged_layers_hide_and_replace_as_overlayfs_does() {
         0o640
     );
 }
+
+#[test]
+fn zeros_take_no_room() {
+    if !mkfs_found() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let source = dir.path().join("fs");
+    fs::create_dir(&source).unwrap();
+    let mut content = vec![0; 8 << 20];
+    content[5 << 20] = 1;
+    fs::write(source.join("sparse"), &content).unwrap();
+    let out = dir.path().join("out");
+    let image = pack_directory(&source, &out).unwrap();
+    let meta = fs::metadata(&out).unwrap();
+    assert!(meta.len() > 8 << 20 && meta.blocks() * 512 < 1 << 20, "{meta:?}");
+    let bytes = fs::read(&out).unwrap();
+    assert!(
+        bytes
+            .windows(4096)
+            .step_by(4096)
+            .any(|block| block[0] == 1 && block[1..] == content[..4095])
+    );
+    assert_eq!(hex(&Sha256::digest(&bytes)), image.sha256);
+}
