@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use nix::sys::socket::{
-    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, socket,
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recvfrom, send, socket,
 };
 
 /// Length of `struct nlmsghdr`.
@@ -113,19 +113,31 @@ impl Netlink {
     fn receive(&self, mut visit: impl FnMut(u16, &[u8])) -> io::Result<()> {
         let mut buffer = vec![0u8; 64 * 1024];
         loop {
-            let count = recv(self.0.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
-            for (kind, payload) in messages(buffer.get(..count).unwrap_or_default()) {
-                match kind {
-                    DONE => return Ok(()),
-                    ERROR => return acknowledged(payload),
-                    kind => visit(kind, payload),
-                }
+            let (count, from) = recvfrom::<NetlinkAddr>(self.0.as_raw_fd(), &mut buffer)?;
+            // Whoever may administrate the namespace can send to this socket, too. The kernel is port 0.
+            if from.is_none_or(|from| from.pid() != 0) {
+                continue;
+            }
+            if let Some(done) = take(buffer.get(..count).unwrap_or_default(), &mut visit) {
+                return done;
             }
         }
     }
 }
 
-fn acknowledged(payload: &[u8]) -> io::Result<()> {
+/// Gives what a datagram tells to `visit`; the result, if it has one.
+fn take(datagram: &[u8], visit: &mut impl FnMut(u16, &[u8])) -> Option<io::Result<()>> {
+    for (kind, payload) in messages(datagram) {
+        match kind {
+            // Also the end of a dump that failed on the way.
+            DONE | ERROR => return Some(result(payload)),
+            kind => visit(kind, payload),
+        }
+    }
+    None
+}
+
+fn result(payload: &[u8]) -> io::Result<()> {
     match i32_at(payload, 0) {
         Some(0) => Ok(()),
         Some(code) => Err(io::Error::from_raw_os_error(code.saturating_neg())),
@@ -173,6 +185,7 @@ pub fn i32_at(bytes: &[u8], at: usize) -> Option<i32> {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::socket::{getsockname, sendto};
     use proptest::prelude::*;
 
     use super::*;
@@ -183,6 +196,7 @@ mod tests {
             for (_, payload) in messages(&bytes) {
                 let _ = attributes(payload, 4).count();
             }
+            let _ = take(&bytes, &mut |_, _| {});
         }
 
         #[test]
@@ -191,6 +205,38 @@ mod tests {
             let found: Vec<_> = attributes(&body.0, 8).map(|(kind, value)| (kind, value.to_vec())).collect();
             prop_assert_eq!(found, values);
         }
+    }
+
+    #[test]
+    fn a_dump_that_failed_on_the_way_is_no_success() {
+        let datagram = |kind: u16, code: i32| {
+            let mut bytes = 20u32.to_ne_bytes().to_vec();
+            bytes.extend(kind.to_ne_bytes());
+            bytes.extend([0; 10]);
+            bytes.extend(code.to_ne_bytes());
+            bytes
+        };
+        let mut seen = Vec::new();
+        let both = [datagram(16, 7), datagram(DONE, -libc::ENODEV)].concat();
+        let done = take(&both, &mut |kind, payload| seen.push((kind, payload.to_vec())));
+        let error = done.and_then(Result::err).and_then(|error| error.raw_os_error());
+        assert_eq!(error, Some(libc::ENODEV));
+        assert_eq!(seen, [(16, 7i32.to_ne_bytes().to_vec())]);
+        assert!(take(&datagram(DONE, 0), &mut |_, _| {}).is_some_and(|done| done.is_ok()));
+        assert!(take(&datagram(16, 0), &mut |_, _| {}).is_none(), "more will come");
+    }
+
+    #[test]
+    fn only_the_kernel_is_believed() {
+        let netlink = Netlink::route().expect("any process may open one");
+        let ours: NetlinkAddr = getsockname(netlink.0.as_raw_fd()).expect("it is bound");
+        let other = Netlink::route().expect("any process may open one");
+        // An empty acknowledgement; without CAP_NET_ADMIN it cannot even be sent.
+        let mut forged = [0; 20];
+        forged[0] = 20;
+        forged[4] = 2;
+        let _ = sendto(other.0.as_raw_fd(), &forged, &ours, MsgFlags::empty());
+        assert!(netlink.request(libc::RTM_DELLINK, 0, &Body::new(&[0; 16])).is_err());
     }
 
     #[test]
