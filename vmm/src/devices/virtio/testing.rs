@@ -123,6 +123,11 @@ fn ring_base(device: usize, queue: usize) -> u64 {
 impl Driver {
     /// Brings a device up with all that it offers.
     pub(super) fn start(set: &DeviceSet, mem: &Memory, device: usize) -> Self {
+        Self::start_with(set, mem, device, 16)
+    }
+
+    /// The same with rings of this size, at most 256.
+    pub(super) fn start_with(set: &DeviceSet, mem: &Memory, device: usize, size: u16) -> Self {
         let registers = Registers { set, device };
         let offered = registers.offered();
         assert!(registers.negotiate(offered));
@@ -130,14 +135,14 @@ impl Driver {
         let slot = set.slots().remove(device);
         for queue in 0..slot.notify.len() {
             let base = ring_base(device, queue);
-            registers.set_up_queue(queue as u32, 16, base);
+            registers.set_up_queue(queue as u32, size, base);
             assert_eq!(registers.read(0x44), 1);
             for part in [0x2000, 0x3000] {
-                mem.write_slice(&[0; 0x100], GuestAddress(base + part)).unwrap();
+                mem.write_slice(&[0; 0x1000], GuestAddress(base + part)).unwrap();
             }
             queues.push(Ring {
                 base,
-                size: 16,
+                size,
                 next_descriptor: 0,
                 added: 0,
                 seen: 0,

@@ -143,46 +143,49 @@ impl Net {
     fn receive(&mut self, context: &mut Context<'_>) {
         let mergeable = context.has(VIRTIO_NET_F_MRG_RXBUF);
         // Enough for one go; with more the tap wakes us again, after other devices had their turn.
-        for _ in 0..QUEUES[RECEIVE] {
-            if self.waiting.is_empty() && !self.read_frame() {
-                self.watch(context.poller, true);
-                break;
-            }
+        let mut left = QUEUES[RECEIVE];
+        let mut has_room = true;
+        while left > 0 && has_room && (!self.waiting.is_empty() || self.read_frame(context.poller)) {
             let Some(queue) = context.queues.get_mut(RECEIVE) else {
                 break;
             };
             match deliver(queue, context.mem, &mut self.waiting, mergeable) {
-                Delivery::Done => self.waiting.clear(),
-                Delivery::Retry => {}
-                Delivery::NoBuffers => {
-                    self.watch(context.poller, false);
-                    break;
+                Delivery::Done => {
+                    self.waiting.clear();
+                    left -= 1;
                 }
+                Delivery::Retry => {}
+                Delivery::NoBuffers => has_room = false,
             }
         }
+        // Without room the guest's next notification brings us back, else the tap does: it may have been out of sight until now.
+        self.watch(context.poller, has_room);
         if let Some(queue) = context.queues.get_mut(RECEIVE) {
             queue.signal(context.mem, context.interrupt);
         }
     }
 
-    fn read_frame(&mut self) -> bool {
+    /// Reads the next frame into `waiting`, if there is one. A tap whose interface was removed is unplugged: it would report an error for
+    /// ever.
+    fn read_frame(&mut self, poller: &Poller) -> bool {
         let Some(tap) = &self.tap else { return false };
-        loop {
+        let reason = loop {
             match nix::unistd::read(tap, &mut self.buffer) {
                 Ok(bytes) if bytes > HEADER => {
                     self.waiting.clear();
                     self.waiting.extend_from_slice(&self.buffer[..bytes]);
                     return true;
                 }
-                Ok(0) => return false,
+                Ok(0) => break "end of file".to_owned(),
                 Ok(_) | Err(nix::errno::Errno::EINTR) => {}
                 Err(nix::errno::Errno::EAGAIN) => return false,
-                Err(error) => {
-                    tracing::warn!(%error, "read tap");
-                    return false;
-                }
+                Err(error) => break error.to_string(),
             }
-        }
+        };
+        tracing::warn!(reason, "the tap cannot be read and is unplugged");
+        self.watch(poller, false);
+        self.tap = None;
+        false
     }
 
     fn transmit(&mut self, context: &mut Context<'_>) {

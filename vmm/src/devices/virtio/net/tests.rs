@@ -1,7 +1,10 @@
 //! A datagram socket in place of the tap: it, too, carries one frame with its header at a time.
 
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, send, setsockopt, socketpair, sockopt};
 
 use super::super::set::AnyModel;
 use super::super::testing::{Driver, Registers, copy, memory, wait_readable};
@@ -157,11 +160,75 @@ fn a_tap_can_be_plugged_in_while_the_guest_runs() {
     assert_eq!(got[HEADER], 3, "what was sent before there was a wire is lost");
 }
 
+/// A wire that holds many frames, unlike a datagram socket, and has an end.
+fn long_wire() -> (Net, OwnedFd) {
+    let (tap, wire) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::empty()).unwrap();
+    setsockopt(&wire, sockopt::SndBuf, &(1 << 20)).unwrap();
+    let parts = NetParts {
+        tap: Some(tap),
+        ..NetParts::unplugged()
+    };
+    (Net::over(parts).unwrap(), wire)
+}
+
+fn wait_for(mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < deadline, "waited in vain");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn frames_that_came_without_room_do_not_stop_those_after_them() {
+    const ROUND: u8 = 255;
+    let mem = memory();
+    let (net, wire) = long_wire();
+    let set = DeviceSet::assemble(mem.clone(), vec![AnyModel::Net(net)]).unwrap();
+    set.start();
+    let mut driver = Driver::start_with(&set, &mem, 0, 256);
+    let arrive = |byte: u8| send(wire.as_raw_fd(), &frame(byte, 20), MsgFlags::empty()).unwrap();
+    arrive(0);
+    // There is no room, so the device looks away from the tap.
+    wait_for(|| {
+        set.with_net(0, |net, _| !net.waiting.is_empty() && !net.watching)
+            .unwrap()
+    });
+    // All at once: as many buffers as it fills in one go, and more frames.
+    set.pause();
+    for byte in 1..=ROUND {
+        arrive(byte);
+    }
+    arrive(77);
+    for _ in 0..256 {
+        driver.add_quietly(RECEIVE, &[], &[100]);
+    }
+    set.resume();
+    for byte in 0..=ROUND {
+        assert_eq!(driver.wait(RECEIVE).1[HEADER], byte);
+    }
+    driver.add_as_asked(&set, RECEIVE, &[], &[100]);
+    assert_eq!(driver.wait(RECEIVE).1[HEADER], 77);
+}
+
+#[test]
+fn a_tap_that_ended_is_unplugged() {
+    let mem = memory();
+    let (net, wire) = long_wire();
+    let set = DeviceSet::assemble(mem.clone(), vec![AnyModel::Net(net)]).unwrap();
+    set.start();
+    let mut driver = Driver::start(&set, &mem, 0);
+    drop(wire);
+    wait_for(|| set.with_net(0, |net, _| net.tap.is_none() && !net.watching).unwrap());
+    driver.add(&set, TRANSMIT, &[&frame(1, 20)], &[]);
+    driver.wait(TRANSMIT);
+}
+
 #[test]
 fn only_a_tap_and_only_where_there_is_an_interface() {
     let mem = memory();
     let (set, _wire) = interface(&mem);
-    let other = || std::os::fd::OwnedFd::from(UnixDatagram::unbound().unwrap());
+    let other = || OwnedFd::from(UnixDatagram::unbound().unwrap());
     assert!(set.attach_tap(0, other()).is_err(), "a socket is no tap");
     assert!(set.attach_tap(1, other()).is_err());
 }
