@@ -67,6 +67,14 @@ struct Route {
     metric: u32,
 }
 
+impl Route {
+    /// An address of its family.
+    fn any_address(&self) -> IpAddr {
+        let destination = self.destination.map(|cidr| cidr.address);
+        self.gateway.or(destination).unwrap_or(IpAddr::from([0, 0, 0, 0]))
+    }
+}
+
 /// Sets the guest's interface to exactly what is asked: addresses, routes and neighbours that were there go. Without a MAC
 /// the guest is left with the loopback interface alone: the other is taken down, and what it had goes.
 ///
@@ -200,6 +208,7 @@ fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
     for address in &plan.addresses {
         netlink
             .request(libc::RTM_NEWADDR, CREATE_REPLACE, &address_body(link, *address))
+            .or_else(unless_switched_off(address.address))
             .map_err(failed(format!("add address {address:?}")))?;
     }
     for (address, mac) in &plan.neighbours {
@@ -208,18 +217,32 @@ fn apply(netlink: &Netlink, link: i32, plan: &Plan) -> Result<()> {
             .map_err(failed(format!("add neighbour {address}")))?;
     }
     for route in &plan.routes {
-        netlink
-            .request(libc::RTM_NEWROUTE, CREATE_EXCL, &route_body(link, route))
-            .or_else(|error| {
-                if error.raw_os_error() == Some(libc::EEXIST) {
-                    Ok(())
-                } else {
-                    Err(error)
-                }
-            })
+        add_route(netlink, link, route)
+            .or_else(unless_switched_off(route.any_address()))
             .map_err(failed(format!("add route {route:?}")))?;
     }
     Ok(())
+}
+
+/// A container whose sysctls switch IPv6 off does without what it would have of it.
+fn unless_switched_off(address: IpAddr) -> impl FnOnce(io::Error) -> io::Result<()> {
+    move |error| match error.raw_os_error() {
+        Some(libc::EACCES) if address.is_ipv6() => Ok(()),
+        _ => Err(error),
+    }
+}
+
+fn add_route(netlink: &Netlink, link: i32, route: &Route) -> io::Result<()> {
+    /// `RTNH_F_ONLINK`: the gateway is on the link, whatever the other routes say.
+    const ON_LINK: u32 = 4;
+    let add = |flags| netlink.request(libc::RTM_NEWROUTE, CREATE_EXCL, &route_body(link, route, flags));
+    let unreachable = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::ENETUNREACH | libc::EHOSTUNREACH));
+    match add(0) {
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(()),
+        // It was made with that flag: there is no other way to it.
+        Err(error) if route.gateway.is_some() && unreachable(&error) => add(ON_LINK),
+        added => added,
+    }
 }
 
 /// Removes every entry of a table that belongs to the link. `index_at` is where the entry's interface index is.
@@ -301,24 +324,22 @@ fn neighbour_body(link: i32, address: IpAddr, mac: &[u8; 6]) -> Body {
         .attribute(NDA_LLADDR, mac)
 }
 
-fn route_body(link: i32, route: &Route) -> Body {
+fn route_body(link: i32, route: &Route, flags: u32) -> Body {
     let Route {
         destination,
         gateway,
         source,
         metric,
     } = *route;
-    let any = gateway
-        .or(destination.map(|d| d.address))
-        .unwrap_or(IpAddr::from([0, 0, 0, 0]));
     // rtmsg: family, dst_len, src_len, tos, table, protocol, scope, type, flags.
     let scope = if gateway.is_some() {
         libc::RT_SCOPE_UNIVERSE
     } else {
         libc::RT_SCOPE_LINK
     };
+    let [f0, f1, f2, f3] = flags.to_ne_bytes();
     let fixed = [
-        family(any),
+        family(route.any_address()),
         destination.map_or(0, |d| d.prefix),
         0,
         0,
@@ -326,10 +347,10 @@ fn route_body(link: i32, route: &Route) -> Body {
         libc::RTPROT_STATIC,
         scope,
         libc::RTN_UNICAST,
-        0,
-        0,
-        0,
-        0,
+        f0,
+        f1,
+        f2,
+        f3,
     ];
     let mut body = Body::new(&fixed);
     if let Some(destination) = destination {
@@ -416,6 +437,68 @@ mod tests {
     #[test]
     fn nothing_is_planned_without_a_mac() {
         assert!(plan(&NetworkConfig::new()).expect("well formed").is_none());
+    }
+
+    /// Gateways of the routes in the calling thread's namespace.
+    fn gateways(netlink: &Netlink) -> Vec<Vec<u8>> {
+        let mut found = Vec::new();
+        let visit = |_, payload: &[u8]| {
+            let gateway = attributes(payload, 12).find(|(kind, _)| *kind == libc::RTA_GATEWAY);
+            found.extend(gateway.map(|(_, value)| value.to_vec()));
+        };
+        netlink
+            .dump(libc::RTM_GETROUTE, &Body::new(&[0; 12]), visit)
+            .expect("any process may ask");
+        found
+    }
+
+    #[test]
+    fn an_interface_is_set_up_and_stripped_again() {
+        const IFLA_LINKINFO: u16 = 18;
+        let inside = || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
+            let netlink = Netlink::route().expect("any process may open one");
+            let kind = Body::default().attribute(1, b"veth\0");
+            let pair = Body::new(&[0; IFINFOMSG]).nested(IFLA_LINKINFO, &kind);
+            netlink.request(libc::RTM_NEWLINK, CREATE_EXCL, &pair).ok()?;
+            let route = |destination: &str, gateway: &str| Route {
+                destination: destination.into(),
+                gateway: gateway.into(),
+                ..Default::default()
+            };
+            let config = NetworkConfig {
+                mac: "02:00:00:00:00:01".into(),
+                mtu: 1400,
+                addresses: ["10.9.0.2/24", "fd00::2/64"]
+                    .map(|cidr| Address {
+                        cidr: cidr.into(),
+                        ..Default::default()
+                    })
+                    .into(),
+                // The gateways of the last two are on no network that the interface has.
+                routes: vec![
+                    route("0.0.0.0/0", "10.9.0.1"),
+                    route("10.7.0.0/16", "192.0.2.1"),
+                    route("fd07::/64", "fd99::1"),
+                ],
+                ..Default::default()
+            };
+            configure(&config).expect("configured");
+            let up = gateways(&netlink);
+            configure(&NetworkConfig::new()).expect("stripped");
+            let stripped = gateways(&netlink);
+            std::fs::write("/proc/sys/net/ipv6/conf/all/disable_ipv6", "1").ok()?;
+            configure(&config).expect("configured without IPv6");
+            Some((up, stripped, gateways(&netlink)))
+        };
+        let Some((up, stripped, without)) = std::thread::spawn(inside).join().expect("no panic") else {
+            eprintln!("skipped: it takes root and veth");
+            return;
+        };
+        assert_eq!(up.len(), 3, "{up:?}");
+        assert!(up.contains(&vec![192, 0, 2, 1]), "{up:?}");
+        assert!(stripped.is_empty(), "{stripped:?}");
+        assert_eq!(without.len(), 2, "{without:?}");
     }
 
     proptest! {
