@@ -75,8 +75,12 @@ fn bare_command(program: &Path, log: &Path, debug: bool) -> std::io::Result<Comm
 /// Where the VMM lives. Whoever asks for the host's network is refused later; the VMM needs none.
 fn child_network(network: &Namespace) -> Result<ChildNetwork, NetError> {
     match network {
-        Namespace::Of(path) => namespace::open(path).map(ChildNetwork::Join),
-        Namespace::New | Namespace::Host => Ok(ChildNetwork::New),
+        Namespace::Of(path) if !network.is_hosts() => {
+            // The child could not say what it cannot enter.
+            namespace::within(path, || ())?;
+            namespace::open(path).map(ChildNetwork::Join)
+        }
+        Namespace::New | Namespace::Of(_) | Namespace::Host => Ok(ChildNetwork::New),
     }
 }
 
@@ -350,6 +354,9 @@ impl Vm for VmmProcess {
         if let Some(mut child) = child {
             let _ = child.kill();
             let _ = tokio::task::spawn_blocking(move || child.wait()).await;
+        } else {
+            // Somebody else kills it.
+            self.ended().await;
         }
     }
 }
@@ -394,6 +401,24 @@ mod tests {
         std::fs::set_permissions(&program, mode).unwrap();
         let vmm = VmmProcess::spawn(&program, &dir.path().join("log"), false, None).unwrap();
         assert_eq!(vmm.ended().await, "it was killed by SIGKILL");
+    }
+
+    #[tokio::test]
+    async fn what_is_no_network_namespace_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        for path in [Path::new("/dev/null"), &fifo] {
+            let network = Some(Namespace::Of(path.to_owned()));
+            let error = VmmProcess::spawn(Path::new("/bin/true"), Path::new("/dev/null"), false, network)
+                .err()
+                .unwrap();
+            let text = chain(&error);
+            assert!(
+                text.contains(&format!("enter network namespace {}", path.display())),
+                "{text}"
+            );
+        }
     }
 
     #[tokio::test]

@@ -55,6 +55,16 @@ impl Namespace {
             },
         }
     }
+
+    /// Whether it is the host's own, by whatever name: a pod on the host's network has a path to it.
+    #[must_use]
+    pub fn is_hosts(&self) -> bool {
+        match self {
+            Self::New => false,
+            Self::Of(path) => namespace::is_ours(path),
+            Self::Host => true,
+        }
+    }
 }
 
 /// Why a namespace cannot be used.
@@ -137,13 +147,12 @@ pub fn release(bundle: &Path) {
     let Ok(spec) = crate::launch::read_spec(bundle) else {
         return;
     };
-    let Namespace::Of(path) = Namespace::of(&spec) else {
-        return;
+    let namespace = Namespace::of(&spec);
+    let path = match &namespace {
+        Namespace::Of(path) if path.exists() && !namespace.is_hosts() => path,
+        _ => return,
     };
-    if !path.exists() {
-        return;
-    }
-    let released = namespace::within(&path, || {
+    let released = namespace::within(path, || {
         let netlink = Netlink::route().map_err(NetError::system("open a routing socket"))?;
         redirect::detach_all(&netlink)
     });
@@ -157,7 +166,7 @@ pub fn release(bundle: &Path) {
 /// # Errors
 /// The host's own network.
 pub fn check(spec: &Spec) -> Result<()> {
-    if Namespace::of(spec) == Namespace::Host {
+    if Namespace::of(spec).is_hosts() {
         return Err(Error::InvalidArgument(
             "the host's network cannot be given to a virtual machine; run the container without --net-host".into(),
         ));
@@ -192,5 +201,21 @@ mod tests {
             assert_eq!(Namespace::of(&spec(linux)), expected, "{linux}");
         }
         assert!(check(&spec("{}")).is_err());
+    }
+
+    #[test]
+    fn the_hosts_network_is_refused_by_whatever_path() {
+        let of = |path: &str| {
+            check(&spec(&format!(
+                r#"{{"namespaces":[{{"type":"network","path":"{path}"}}]}}"#
+            )))
+        };
+        let mine = format!("/proc/{}/ns/net", std::process::id());
+        for path in ["/proc/self/ns/net", &mine] {
+            let text = of(path).unwrap_err().text();
+            assert!(text.contains("the host's network cannot be given"), "{text}");
+        }
+        // Another file of the same filesystem.
+        assert!(of("/proc/self/ns/pid").is_ok());
     }
 }

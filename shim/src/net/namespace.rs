@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use nix::sched::{CloneFlags, setns};
@@ -14,11 +15,23 @@ use super::NetError;
 /// # Errors
 /// There is none.
 pub fn open(path: &Path) -> Result<OwnedFd, NetError> {
-    let enter = |source| NetError::Enter {
-        path: path.to_owned(),
-        source,
-    };
-    File::open(path).map(OwnedFd::from).map_err(enter)
+    // A FIFO in its place must not hold us up.
+    let mut options = File::options();
+    options.read(true).custom_flags(libc::O_NONBLOCK);
+    options.open(path).map(OwnedFd::from).map_err(enter(path))
+}
+
+fn enter(path: &Path) -> impl FnOnce(io::Error) -> NetError {
+    let path = path.to_owned();
+    move |source| NetError::Enter { path, source }
+}
+
+/// Whether it is the one that this process lives in.
+#[must_use]
+pub fn is_ours(path: &Path) -> bool {
+    let identity = |path: &Path| std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
+    let named = identity(path);
+    named.is_some() && named == identity(Path::new("/proc/self/ns/net"))
 }
 
 /// Does `work` in a network namespace, on a thread of its own: no other thread of the shim ever leaves the host's.
@@ -26,11 +39,7 @@ pub fn open(path: &Path) -> Result<OwnedFd, NetError> {
 /// # Errors
 /// The namespace cannot be entered.
 pub fn within<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, NetError> {
-    let enter = |source| NetError::Enter {
-        path: path.to_owned(),
-        source,
-    };
-    let namespace = File::open(path).map_err(enter)?;
+    let namespace = open(path)?;
     let done = std::thread::scope(|scope| {
         let inside = scope.spawn(|| {
             setns(&namespace, CloneFlags::CLONE_NEWNET)?;
@@ -40,7 +49,7 @@ pub fn within<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T
             .join()
             .unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
     });
-    done.map_err(enter)
+    done.map_err(enter(path))
 }
 
 #[cfg(test)]

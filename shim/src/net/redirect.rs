@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 
 use netlink::{Body, CREATE_EXCL, Netlink, i32_at};
 
-use super::scan::{self, IFINFOMSG, Interface};
-use super::{NetError, scan::links};
+use super::NetError;
+use super::scan::{self, IFINFOMSG, Interface, links};
 
 /// Name of the tap in its namespace.
 pub const TAP: &str = "ramet0";
@@ -44,7 +44,7 @@ pub fn attach(netlink: &Netlink, interface: &Interface) -> Result<OwnedFd, NetEr
 /// # Errors
 /// The kernel refuses.
 pub fn detach_all(netlink: &Netlink) -> Result<(), NetError> {
-    for interface in links(netlink)? {
+    for (interface, _) in links(netlink)? {
         remove(netlink, interface.index).map_err(NetError::system(format!(
             "remove the redirection of {}",
             interface.name

@@ -1,7 +1,7 @@
 //! What is in a network namespace: the one interface that leads out, and all that the guest's must have of it.
 
 use std::fmt::Write;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use netlink::{Body, Netlink, attributes, i32_at, u16_at, u32_at};
 use protocol::guest::{Address, Neighbour, NetworkConfig, Route};
@@ -87,11 +87,12 @@ fn mac_text(mac: &[u8; 6]) -> String {
 /// There are several, or the kernel does not tell.
 pub fn interface(netlink: &Netlink) -> Result<Option<Interface>, NetError> {
     let mut found = links(netlink)?;
+    found.retain(|(_, flags)| flags & IFF_UP != 0);
     if found.len() > 1 {
-        let names: Vec<&str> = found.iter().map(|i| i.name.as_str()).collect();
+        let names: Vec<&str> = found.iter().map(|(interface, _)| interface.name.as_str()).collect();
         return Err(NetError::Several(names.join(", ")));
     }
-    let Some(mut interface) = found.pop() else {
+    let Some((mut interface, _)) = found.pop() else {
         return Ok(None);
     };
     let dump = |what: &'static str, kind, fixed: usize, visit: &mut dyn FnMut(&[u8])| {
@@ -101,7 +102,11 @@ pub fn interface(netlink: &Netlink) -> Result<Option<Interface>, NetError> {
     };
     let index = interface.index;
     dump("list addresses", libc::RTM_GETADDR, IFADDRMSG, &mut |payload| {
-        interface.addresses.extend(address(payload, index));
+        let Some((address, peer)) = address(payload, index) else {
+            return;
+        };
+        interface.addresses.push(address);
+        interface.routes.extend(peer);
     })?;
     dump("list routes", libc::RTM_GETROUTE, RTMSG, &mut |payload| {
         interface.routes.extend(route(payload, index));
@@ -112,15 +117,15 @@ pub fn interface(netlink: &Netlink) -> Result<Option<Interface>, NetError> {
     Ok(Some(interface))
 }
 
-/// All interfaces that lead out: Ethernet, up, and not ours.
-pub(super) fn links(netlink: &Netlink) -> Result<Vec<Interface>, NetError> {
+/// All Ethernet interfaces but ours, with their flags.
+pub(super) fn links(netlink: &Netlink) -> Result<Vec<(Interface, u32)>, NetError> {
     let mut found = Vec::new();
     netlink
         .dump(libc::RTM_GETLINK, &Body::new(&[0; IFINFOMSG]), |_, payload| {
-            found.extend(link(payload).filter(|(interface, flags)| flags & IFF_UP != 0 && interface.name != TAP));
+            found.extend(link(payload).filter(|(interface, _)| interface.name != TAP));
         })
         .map_err(NetError::system("list interfaces"))?;
-    Ok(found.into_iter().map(|(interface, _)| interface).collect())
+    Ok(found)
 }
 
 /// An Ethernet interface and its flags.
@@ -161,17 +166,40 @@ fn ip_attribute(payload: &[u8], fixed: usize, wanted: u16) -> Option<IpAddr> {
         .and_then(|(_, value)| ip(value))
 }
 
-/// An address that the guest is to have: not those that its kernel makes by itself.
-fn address(payload: &[u8], index: i32) -> Option<(IpAddr, u8)> {
+/// An address that the guest is to have: not those that its kernel makes by itself. With a peer, the network is the peer's, and a route
+/// leads to it.
+fn address(payload: &[u8], index: i32) -> Option<((IpAddr, u8), Option<ScannedRoute>)> {
     const PERMANENT: u8 = 0x80;
     if i32_at(payload, 4)? != index {
         return None;
     }
     let (prefix, flags, scope) = (*payload.get(1)?, *payload.get(2)?, *payload.get(3)?);
     let attribute = |kind| ip_attribute(payload, IFADDRMSG, kind);
-    let address = attribute(libc::IFA_LOCAL).or_else(|| attribute(libc::IFA_ADDRESS))?;
-    let automatic = address.is_ipv6() && (scope == libc::RT_SCOPE_LINK || flags & PERMANENT == 0);
-    (!automatic).then_some((address, prefix))
+    let (local, remote) = (attribute(libc::IFA_LOCAL), attribute(libc::IFA_ADDRESS));
+    let address = local.or(remote)?;
+    if address.is_ipv6() && (scope == libc::RT_SCOPE_LINK || flags & PERMANENT == 0) {
+        return None;
+    }
+    let Some(peer) = remote.filter(|remote| *remote != address) else {
+        return Some(((address, prefix), None));
+    };
+    let route = ScannedRoute {
+        destination: (network(peer, prefix), prefix),
+        gateway: None,
+        source: Some(address),
+        metric: 0,
+    };
+    let alone = if address.is_ipv4() { 32 } else { 128 };
+    Some(((address, alone), Some(route)))
+}
+
+/// An address without the bits behind its prefix.
+fn network(address: IpAddr, prefix: u8) -> IpAddr {
+    let behind = |length: u8| u32::from(length.saturating_sub(prefix));
+    match address {
+        IpAddr::V4(v4) => Ipv4Addr::from(v4.to_bits() & u32::MAX.checked_shl(behind(32)).unwrap_or(0)).into(),
+        IpAddr::V6(v6) => Ipv6Addr::from(v6.to_bits() & u128::MAX.checked_shl(behind(128)).unwrap_or(0)).into(),
+    }
 }
 
 /// A route that somebody added: those that come with an address the guest's kernel makes by itself.
@@ -250,6 +278,55 @@ mod tests {
             ("0.0.0.0/0", "10.4.0.1", 7)
         );
         assert_eq!(config.neighbours[0].address, "10.4.0.1");
+    }
+
+    #[test]
+    fn a_namespace_is_read_as_it_is() {
+        let script = "ip link add out0 type veth peer name in0 && ip link set out0 up && ip link set in0 mtu 1400 up && \
+            ip addr add 10.9.0.2/24 dev in0 && ip addr add 10.1.0.2 peer 10.2.3.4/16 dev in0 && ip addr add fd00::7/64 dev in0 && \
+            ip route add default via 10.9.0.1 && ip neigh add 10.9.0.1 lladdr 02:00:00:00:00:01 dev in0 nud permanent && \
+            ip link set out0 down";
+        let inside = || {
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
+            // A child of this thread is in its namespace.
+            let done = std::process::Command::new("sh").args(["-ec", script]).status().ok()?;
+            let netlink = Netlink::route().unwrap();
+            done.success().then(|| (interface(&netlink), links(&netlink)))
+        };
+        let Some((found, all)) = std::thread::spawn(inside).join().unwrap() else {
+            eprintln!("skipped: it takes root and iproute2");
+            return;
+        };
+        assert_eq!(all.unwrap().len(), 2, "also the one that is down");
+        let found = found.unwrap().unwrap();
+        assert_eq!((found.name.as_str(), found.mtu), ("in0", 1400));
+        let config = found.config();
+        let mut addresses: Vec<_> = config.addresses.iter().map(|a| a.cidr.as_str()).collect();
+        addresses.sort_unstable();
+        assert_eq!(addresses, ["10.1.0.2/32", "10.9.0.2/24", "fd00::7/64"]);
+        let route = |r: &Route| [&r.destination, &r.gateway, &r.source].map(String::clone);
+        let mut routes: Vec<_> = config.routes.iter().map(route).collect();
+        routes.sort_unstable();
+        let expected = [["0.0.0.0/0", "10.9.0.1", ""], ["10.2.0.0/16", "", "10.1.0.2"]];
+        assert_eq!(routes, expected);
+        assert_eq!(config.neighbours.len(), 1);
+    }
+
+    #[test]
+    fn a_network_has_no_bits_behind_its_prefix() {
+        for (address, prefix, expected) in [
+            ("10.2.3.4", 16, "10.2.0.0"),
+            ("10.2.3.4", 0, "0.0.0.0"),
+            ("10.2.3.4", 32, "10.2.3.4"),
+            ("10.2.3.4", 255, "10.2.3.4"),
+            ("fd00::1:2", 112, "fd00::1:0"),
+            ("fd00::1", 0, "::"),
+        ] {
+            assert_eq!(
+                network(address.parse().unwrap(), prefix),
+                expected.parse::<IpAddr>().unwrap()
+            );
+        }
     }
 
     proptest! {
