@@ -37,13 +37,17 @@ pub fn delete(args: &Args, bundle: &Path) -> DeleteResponse {
         if let Some(vmm) = vmm {
             vmm.kill();
         }
-        hooks::finish(bundle, &state.join(HOOKS_MARK));
+        rootfs::unmount_leftovers(bundle);
+        net::release(bundle);
+        let due = hooks::due(&state.join(HOOKS_MARK));
         state.remove();
         let _ = std::fs::remove_file(socket_path(&args.address, &args.namespace, &group));
-    }
-    rootfs::unmount_leftovers(bundle);
-    if group == args.id {
-        net::release(bundle);
+        // Last, because hooks may take longer than containerd gives this program.
+        if let Some(due) = due {
+            due.run(bundle);
+        }
+    } else {
+        rootfs::unmount_leftovers(bundle);
     }
     let mut response = DeleteResponse::new();
     response.pid = pid;

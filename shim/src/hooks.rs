@@ -161,21 +161,36 @@ impl Hooks {
     }
 }
 
-/// When nothing of the container is left: runs the poststop hooks if they are due. All of them; a failure is only logged. Blocks.
+/// When nothing of the container is left: runs the poststop hooks if they are due. Blocks.
 pub fn finish(bundle: &Path, mark: &Path) {
-    let Ok(bytes) = fs::read(mark) else { return };
-    // Whoever removes it runs them.
-    if fs::remove_file(mark).is_err() {
-        return;
+    if let Some(due) = due(mark) {
+        due.run(bundle);
     }
-    let state = serde_json::from_slice::<State>(&bytes);
-    let (Ok(state), Ok(spec)) = (state, crate::launch::read_spec(bundle)) else {
-        warn!(bundle = %bundle.display(), "the poststop hooks cannot be read any more");
-        return;
-    };
-    for (number, hook) in Stage::Poststop.of(&spec).iter().enumerate() {
-        if let Err(reason) = run(hook, &state) {
-            warn!(number, reason, "poststop hook");
+}
+
+/// Poststop hooks that are to be run by whoever holds this.
+#[derive(Debug)]
+pub struct Due(Vec<u8>);
+
+/// Whether poststop hooks are due; whoever asks first must run them.
+#[must_use]
+pub fn due(mark: &Path) -> Option<Due> {
+    let bytes = fs::read(mark).ok()?;
+    fs::remove_file(mark).is_ok().then_some(Due(bytes))
+}
+
+impl Due {
+    /// Runs all of them; a failure is only logged. Blocks.
+    pub fn run(self, bundle: &Path) {
+        let state = serde_json::from_slice::<State>(&self.0);
+        let (Ok(state), Ok(spec)) = (state, crate::launch::read_spec(bundle)) else {
+            warn!(bundle = %bundle.display(), "the poststop hooks cannot be read any more");
+            return;
+        };
+        for (number, hook) in Stage::Poststop.of(&spec).iter().enumerate() {
+            if let Err(reason) = run(Stage::Poststop, hook, &state) {
+                warn!(number, reason, "poststop hook");
+            }
         }
     }
 }
@@ -183,7 +198,7 @@ pub fn finish(bundle: &Path, mark: &Path) {
 fn run_all(stage: Stage, spec: &Spec, state: &State, action: &'static str) -> Result<()> {
     for (number, hook) in stage.of(spec).iter().enumerate() {
         info!(stage = stage.name(), number, path = %hook.path().display(), "run hook");
-        run(hook, state).map_err(|reason| Error::Runtime {
+        run(stage, hook, state).map_err(|reason| Error::Runtime {
             action,
             message: format!("error running {} hook #{number}: {reason}", stage.name()),
         })?;
@@ -191,9 +206,8 @@ fn run_all(stage: Stage, spec: &Spec, state: &State, action: &'static str) -> Re
     Ok(())
 }
 
-/// Runs one hook to its end; says why it failed.
-fn run(hook: &Hook, state: &State) -> std::result::Result<(), String> {
-    let input = serde_json::to_vec(state).map_err(|e| e.to_string())?;
+/// The program of a hook, in a process group of its own.
+fn command(stage: Stage, hook: &Hook, state: &State) -> Command {
     let args = hook.args().clone().unwrap_or_default();
     let mut command = Command::new(hook.path());
     if let Some((name, rest)) = args.split_first() {
@@ -211,7 +225,17 @@ fn run(hook: &Hook, state: &State) -> std::result::Result<(), String> {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);
-    let mut child = command
+    if stage != Stage::Poststop {
+        // Nobody would keep its time limit, and the poststop hooks are run after it, not beside it. Those are not interrupted.
+        crate::sys::die_with_parent(&mut command);
+    }
+    command
+}
+
+/// Runs one hook to its end; says why it failed.
+fn run(stage: Stage, hook: &Hook, state: &State) -> std::result::Result<(), String> {
+    let input = serde_json::to_vec(state).map_err(|e| e.to_string())?;
+    let mut child = command(stage, hook, state)
         .spawn()
         .map_err(|e| format!("start {}: {e}", hook.path().display()))?;
     if let Some(mut stdin) = child.stdin.take() {
@@ -361,6 +385,27 @@ mod tests {
         assert!(text.contains("hook ran past specified timeout of 1s"), "{text}");
         let missing = hooks(dir.path(), r#"{"prestart":[{"path":"/nonexistent/hook"}]}"#);
         assert!(missing.create().unwrap_err().text().contains("start /nonexistent/hook"));
+    }
+
+    #[test]
+    fn a_hook_dies_with_the_shim_but_a_poststop_hook_goes_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let hooks = hooks(
+            dir.path(),
+            r#"{"poststop":[{"path":"/bin/sleep","args":["sleep","100"]}]}"#,
+        );
+        let hook = &Stage::Poststop.of(&hooks.spec)[0];
+        let spawned = |stage| {
+            let mut command = command(stage, hook, &hooks.state);
+            // The thread that waits for a hook stands for the shim.
+            std::thread::spawn(move || command.spawn().unwrap()).join().unwrap()
+        };
+        let mut killed = spawned(Stage::CreateRuntime);
+        assert_eq!(killed.wait().unwrap().signal(), Some(libc::SIGKILL));
+        let mut alive = spawned(Stage::Poststop);
+        assert_eq!(alive.try_wait().unwrap(), None);
+        alive.kill().unwrap();
+        alive.wait().unwrap();
     }
 
     #[test]

@@ -142,10 +142,10 @@ impl Lifecycle {
     /// Start is about to be sent.
     ///
     /// # Errors
-    /// Started before, or an exec without a running init.
+    /// Started before, or an exec whose init does not run or stands still.
     pub fn begin_start(&mut self, process: &ProcessId) -> Result<(), Refusal> {
-        if process.is_some() && !matches!(self.init, Phase::Running) {
-            return Err(Refusal::InitNotRunning(self.id.clone()));
+        if process.is_some() {
+            self.may_exec()?;
         }
         let slot = self.slot(process)?;
         match slot {
@@ -176,7 +176,7 @@ impl Lifecycle {
         notices
     }
 
-    /// Start failed: the process is over without ever having run, and only Delete makes sense; nothing is told to containerd.
+    /// Start failed: the process is over, even if it ran a little, and only Delete makes sense; nothing is told to containerd.
     pub fn start_failed(&mut self, process: &ProcessId, exit: Exit) -> Vec<Notice> {
         if let Ok(slot) = self.slot(process)
             && matches!(slot, Phase::Starting { .. })
@@ -216,20 +216,12 @@ impl Lifecycle {
         notices
     }
 
-    /// The machine is gone: everything that was not over is.
+    /// The machine is gone: everything that was not over is. For what is being started, that counts when its Start is answered.
     pub fn lost(&mut self, at: SystemTime) -> Vec<Notice> {
         let exit = Exit { status: LOST, at };
         let execs: Vec<ProcessId> = self.execs.keys().cloned().map(Some).collect();
-        let mut notices = Vec::new();
-        for process in execs.into_iter().chain([None]) {
-            if let Ok(Phase::Starting { .. }) = self.phase(&process) {
-                // The call that starts it will fail; what it leaves is `Stopped`.
-                notices.extend(self.start_failed(&process, exit));
-                continue;
-            }
-            notices.extend(self.exited(&process, exit));
-        }
-        notices
+        let all = execs.into_iter().chain([None]);
+        all.flat_map(|process| self.exited(&process, exit)).collect()
     }
 
     /// Init ended, but execs were not reported within the time allowed: they are given up.
@@ -268,13 +260,18 @@ impl Lifecycle {
         if self.execs.contains_key(exec) {
             return Err(Refusal::ExecExists(exec.to_owned()));
         }
+        self.may_exec()?;
+        self.execs.insert(exec.to_owned(), Phase::Created);
+        Ok(())
+    }
+
+    fn may_exec(&self) -> Result<(), Refusal> {
         if !matches!(self.init, Phase::Running) {
             return Err(Refusal::InitNotRunning(self.id.clone()));
         }
         if self.paused {
             return Err(Refusal::Paused);
         }
-        self.execs.insert(exec.to_owned(), Phase::Created);
         Ok(())
     }
 
@@ -396,13 +393,18 @@ mod tests {
         assert_eq!(life.may_delete(&None), Ok(Some(exit(3))));
     }
 
-    #[test]
-    fn init_exits_last() {
+    /// A container that runs, with an exec that was added.
+    fn running() -> (Lifecycle, ProcessId) {
         let mut life = Lifecycle::created("c");
         life.begin_start(&None).unwrap();
         life.started(&None);
         life.add_exec("e").unwrap();
-        let e = Some("e".to_owned());
+        (life, Some("e".to_owned()))
+    }
+
+    #[test]
+    fn init_exits_last() {
+        let (mut life, e) = running();
         life.begin_start(&e).unwrap();
         life.started(&e);
         assert_eq!(life.exited(&None, exit(0)), vec![]);
@@ -415,11 +417,7 @@ mod tests {
 
     #[test]
     fn a_lost_machine_ends_all() {
-        let mut life = Lifecycle::created("c");
-        life.begin_start(&None).unwrap();
-        life.started(&None);
-        life.add_exec("e").unwrap();
-        let e = Some("e".to_owned());
+        let (mut life, e) = running();
         life.begin_start(&e).unwrap();
         life.started(&e);
         let notices = life.lost(SystemTime::UNIX_EPOCH);
@@ -428,6 +426,35 @@ mod tests {
             vec![Notice::Exited(e, exit(LOST)), Notice::Exited(None, exit(LOST))]
         );
         assert_eq!(life.lost(SystemTime::UNIX_EPOCH), vec![]);
+    }
+
+    #[test]
+    fn a_machine_that_is_lost_during_a_start_is_told_after_it() {
+        let (mut life, e) = running();
+        life.begin_start(&e).unwrap();
+        assert_eq!(life.lost(SystemTime::UNIX_EPOCH), vec![]);
+        assert_eq!(
+            life.started(&e),
+            vec![
+                Notice::Started(e.clone()),
+                Notice::Exited(e, exit(LOST)),
+                Notice::Exited(None, exit(LOST))
+            ]
+        );
+        let mut life = Lifecycle::created("c");
+        life.begin_start(&None).unwrap();
+        life.lost(SystemTime::UNIX_EPOCH);
+        assert_eq!(life.start_failed(&None, exit(255)), vec![]);
+        assert_eq!(life.may_delete(&None), Ok(Some(exit(255))));
+    }
+
+    #[test]
+    fn an_exec_is_not_started_while_the_container_is_paused() {
+        let (mut life, e) = running();
+        life.set_paused(true);
+        assert_eq!(life.begin_start(&e), Err(Refusal::Paused));
+        life.set_paused(false);
+        assert_eq!(life.begin_start(&e), Ok(()));
     }
 
     #[test]
@@ -446,13 +473,10 @@ mod tests {
 
     #[test]
     fn nothing_is_told_of_an_exec_that_was_never_started() {
-        let mut life = Lifecycle::created("c");
-        life.begin_start(&None).unwrap();
-        life.started(&None);
-        life.add_exec("e").unwrap();
+        let (mut life, e) = running();
         assert_eq!(life.exited(&None, exit(0)), vec![Notice::Exited(None, exit(0))]);
-        assert_eq!(life.exited(&Some("e".into()), exit(1)), vec![]);
-        assert_eq!(life.may_delete(&Some("e".into())), Ok(Some(exit(1))));
+        assert_eq!(life.exited(&e, exit(1)), vec![]);
+        assert_eq!(life.may_delete(&e), Ok(Some(exit(1))));
     }
 
     #[derive(Clone, Debug)]
@@ -520,6 +544,9 @@ mod tests {
                 if let Some(p) = removed { started.remove(&Some(p)); }
             }
             life.lost(SystemTime::UNIX_EPOCH);
+            for n in 0..3 {
+                life.start_failed(&process(n), exit(255));
+            }
             let over = matches!(life.phase(&None), Ok(Phase::Stopped(_)));
             prop_assert!(over);
         }

@@ -18,6 +18,7 @@ use protocol::containerd::ttrpc;
 use tokio::sync::Notify;
 use tracing::{info, warn};
 
+use crate::boot::Shape;
 use crate::checkpoint::Machine;
 use crate::error::{Error, Result};
 use crate::events::Publisher;
@@ -60,6 +61,8 @@ pub use protocol::containerd::api::Status;
 struct Live {
     container: Arc<Container>,
     guest: Guest,
+    /// Size of its machine.
+    shape: Shape,
     /// Used by one checkpoint at a time, under the container's operation lock.
     machine: Arc<tokio::sync::Mutex<Machine>>,
     /// Where `ctr task checkpoint` puts checkpoints.
@@ -167,10 +170,11 @@ impl Sandbox {
             Err(error) => {
                 let console = state_dir::tail(&self.around.console, 2000);
                 warn!(error = error.text(), console, "create failed");
-                *self.slot() = Slot::Over;
                 vm.kill().await;
                 rootfs::unmount_leftovers(Path::new(&request.bundle));
                 self.run_poststop(Path::new(&request.bundle)).await;
+                // Only now the shim may end.
+                *self.slot() = Slot::Over;
                 Err(error)
             }
         }
@@ -196,6 +200,7 @@ impl Sandbox {
         let live = Arc::new(Live {
             container,
             guest: launched.guest,
+            shape: launched.machine.shape,
             machine: Arc::new(tokio::sync::Mutex::new(launched.machine)),
             store: save::checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
             hooks: launched.hooks,
@@ -534,8 +539,7 @@ impl Sandbox {
     /// No such container, its machine is too small for them, or its guest refuses.
     pub async fn update(&self, id: &str, resources: Option<Any>) -> Result<()> {
         let live = self.live(id)?;
-        let shape = live.machine.lock().await.shape;
-        let resources = Some(limits::update(shape, resources)?);
+        let resources = Some(limits::update(live.shape, resources)?);
         let guest_id = live.container.process(&None)?.guest.container.clone();
         Ok(while_alive(self.vm()?.as_ref(), live.guest.update(&guest_id, resources)).await?)
     }

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use protocol::containerd::api::CreateTaskRequest;
 use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::containerd::ttrpc::Code;
 
@@ -18,6 +19,28 @@ fn exec_spec() -> Option<Any> {
     let mut any = Any::new();
     any.value = br#"{"args":["x"],"cwd":"/","user":{"uid":0,"gid":0}}"#.to_vec();
     Some(any)
+}
+
+/// A container `c` that runs, with an exec `e` that was added.
+async fn with_exec() -> Stage {
+    let stage = Stage::new().await;
+    let sandbox = &stage.sandbox;
+    sandbox.create(stage.request("c", ARGS, &[])).await.unwrap();
+    sandbox.start("c", None).await.unwrap();
+    sandbox
+        .exec("c", "e", exec_spec(), StdioPaths::default())
+        .await
+        .unwrap();
+    stage
+}
+
+/// A request for a container with hooks.
+fn with_hooks(stage: &Stage, hooks: &str) -> CreateTaskRequest {
+    let request = stage.request("c", ARGS, &[]);
+    let path = Path::new(&request.bundle).join("config.json");
+    let spec = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, spec.replacen('{', &format!(r#"{{"hooks":{hooks},"#), 1)).unwrap();
+    request
 }
 
 #[tokio::test]
@@ -51,14 +74,8 @@ async fn a_task_lives_and_ends_as_containerd_expects() {
 
 #[tokio::test]
 async fn the_death_of_the_machine_ends_every_process_init_last() {
-    let stage = Stage::new().await;
+    let stage = with_exec().await;
     let sandbox = &stage.sandbox;
-    sandbox.create(stage.request("c", ARGS, &[])).await.unwrap();
-    sandbox.start("c", None).await.unwrap();
-    sandbox
-        .exec("c", "e", exec_spec(), StdioPaths::default())
-        .await
-        .unwrap();
     let again = sandbox
         .exec("c", "e", exec_spec(), StdioPaths::default())
         .await
@@ -84,6 +101,60 @@ async fn the_death_of_the_machine_ends_every_process_init_last() {
 }
 
 #[tokio::test]
+async fn a_machine_that_dies_while_a_poststart_hook_runs_ends_the_task() {
+    let stage = Stage::new().await;
+    let dir = stage.dir.path().display();
+    let script = format!("touch {dir}/begun; until test -e {dir}/go; do sleep 0.01; done");
+    let hooks = format!(r#"{{"poststart":[{{"path":"/bin/sh","args":["sh","-c","{script}"]}}]}}"#);
+    stage.sandbox.create(with_hooks(&stage, &hooks)).await.unwrap();
+    let sandbox = stage.sandbox.clone();
+    let started = tokio::spawn(async move { sandbox.start("c", None).await });
+    while !stage.dir.path().join("begun").exists() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    stage.vm.kill().await;
+    // Those who watch the machine and the process see its end.
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+    std::fs::write(stage.dir.path().join("go"), "").unwrap();
+    started.await.unwrap().unwrap();
+    let ended = tokio::time::timeout(Duration::from_secs(5), stage.sandbox.wait("c", &None)).await;
+    assert_eq!(ended.unwrap().unwrap().status, LOST);
+    assert_eq!(stage.sandbox.delete("c", None).await.unwrap().1.status, LOST);
+    assert_eq!(stage.topics().await, ["create", "start", "exit", "delete"]);
+}
+
+#[tokio::test]
+async fn a_poststart_hook_that_fails_ends_the_container_with_its_words() {
+    let stage = Stage::new().await;
+    let mark = stage.dir.path().join("stopped");
+    let hooks = format!(
+        r#"{{"poststart":[{{"path":"/bin/sh","args":["sh","-c","echo sorry >&2; exit 4"]}}],
+            "poststop":[{{"path":"/bin/touch","args":["touch","{}"]}}]}}"#,
+        mark.display()
+    );
+    stage.sandbox.create(with_hooks(&stage, &hooks)).await.unwrap();
+    let text = stage.sandbox.start("c", None).await.unwrap_err().text();
+    assert!(
+        text.contains("poststart hook #0: exit status 4") && text.contains("sorry"),
+        "{text}"
+    );
+    assert_eq!((stage.world.count("kill"), mark.exists()), (1, false));
+    assert_eq!(stage.sandbox.wait("c", &None).await.unwrap().status, 255);
+    assert_eq!(stage.sandbox.delete("c", None).await.unwrap().1.status, 255);
+    assert!(mark.exists(), "the poststop hook has run");
+}
+
+#[tokio::test]
+async fn a_task_that_is_deleted_before_it_started_has_ended_first() {
+    let stage = Stage::new().await;
+    stage.sandbox.create(stage.request("c", ARGS, &[])).await.unwrap();
+    assert_eq!(stage.sandbox.delete("c", None).await.unwrap().1.status, LOST);
+    assert_eq!(stage.topics().await, ["create", "exit", "delete"]);
+}
+
+#[tokio::test]
 async fn a_failed_create_leaves_no_machine_and_lets_the_shim_end() {
     let stage = Stage::new().await;
     let words = r#"exec: "nosuch": executable file not found in $PATH"#;
@@ -104,14 +175,8 @@ async fn a_failed_create_leaves_no_machine_and_lets_the_shim_end() {
 
 #[tokio::test]
 async fn a_failed_start_of_an_exec_leaves_the_container_running() {
-    let stage = Stage::new().await;
+    let stage = with_exec().await;
     let sandbox = &stage.sandbox;
-    sandbox.create(stage.request("c", ARGS, &[])).await.unwrap();
-    sandbox.start("c", None).await.unwrap();
-    sandbox
-        .exec("c", "e", exec_spec(), StdioPaths::default())
-        .await
-        .unwrap();
     stage.world.refuse.lock().unwrap().insert("start".into(), "no".into());
     assert!(sandbox.start("c", Some("e".into())).await.is_err());
     sandbox.delete("c", Some("e".into())).await.unwrap();

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -86,18 +86,16 @@ fn place(what: &'static str, uri: &str) -> Result<Place, StdioError> {
     if uri.is_empty() {
         return Ok(Place::Nowhere);
     }
-    let (scheme, rest) = uri.split_once("://").unwrap_or(("", uri));
-    let path = PathBuf::from(rest.split('?').next().unwrap_or_default());
-    match scheme {
-        "" | "fifo" => {
-            let is_fifo = std::fs::metadata(&path).map(|m| m.file_type().is_fifo());
-            match is_fifo {
-                Ok(true) => Ok(Place::Fifo(path)),
-                Ok(false) => Ok(Place::File(path)),
-                Err(source) => Err(StdioError::Open { what, path, source }),
-            }
-        }
-        "file" => Ok(Place::File(path)),
+    let (scheme, path) = match uri.split_once("://") {
+        Some((scheme, rest)) => (scheme, rest.split('?').next().unwrap_or_default()),
+        None => ("", uri),
+    };
+    let path = PathBuf::from(path);
+    let is_fifo = std::fs::metadata(&path).map(|m| m.file_type().is_fifo());
+    match (scheme, is_fifo) {
+        ("" | "fifo" | "file", Ok(true)) => Ok(Place::Fifo(path)),
+        ("" | "fifo", Ok(false)) | ("file", _) => Ok(Place::File(path)),
+        ("" | "fifo", Err(source)) => Err(StdioError::Open { what, path, source }),
         _ => Err(StdioError::Scheme {
             what,
             uri: uri.to_owned(),
@@ -137,9 +135,11 @@ impl Sink {
         if let Some(parent) = path.parent() {
             let _ = std::fs::create_dir_all(parent);
         }
+        // Neither opening nor writing a device may hold up the event loop; a file knows no such waiting.
         File::options()
             .create(true)
             .append(true)
+            .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
             .open(&path)
             .map(Self::File)
             .map_err(|source| StdioError::Open { what, path, source })
@@ -457,6 +457,19 @@ mod tests {
             Sink::open("stdout", "tcp://host:1"),
             Err(StdioError::Scheme { .. })
         ));
+    }
+
+    #[tokio::test]
+    async fn a_fifo_is_one_by_whatever_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir, "what?");
+        // As a file it would be waited for.
+        for uri in [
+            path.display().to_string(),
+            format!("file://{}", fifo(&dir, "out").display()),
+        ] {
+            assert!(matches!(Sink::open("stdout", &uri), Ok(Sink::Pipe(_))), "{uri}");
+        }
     }
 
     #[tokio::test]

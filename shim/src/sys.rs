@@ -1,5 +1,5 @@
 //! What has no safe form: taking ownership of received descriptors, placing one at a fixed number in a child, polling one, choosing a
-//! child's network namespace, making a tap.
+//! child's network namespace or its end, making a tap.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -65,6 +65,13 @@ pub(crate) fn place_in_network(command: &mut Command, network: ChildNetwork) {
         };
         done.map_err(Into::into)
     };
+    // SAFETY: the hook makes one system call and does not allocate.
+    unsafe { command.pre_exec(hook) };
+}
+
+/// Has the child that `command` starts killed when the calling thread ends, so that it does not outlive this process.
+pub(crate) fn die_with_parent(command: &mut Command) {
+    let hook = || nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL).map_err(Into::into);
     // SAFETY: the hook makes one system call and does not allocate.
     unsafe { command.pre_exec(hook) };
 }

@@ -19,8 +19,9 @@ use crate::net;
 use crate::rootfs;
 use crate::task::Process;
 
-/// How long output may take to be delivered after the end of a process.
+/// How long output may take to be delivered after the end of a process, and after that of its machine.
 const DRAIN: Duration = Duration::from_secs(10);
+const DRAIN_LOST: Duration = Duration::from_secs(1);
 /// How long the guest may take to unmount the container's disks.
 const RELEASE: Duration = Duration::from_secs(5);
 
@@ -37,18 +38,20 @@ impl Sandbox {
         } else {
             None
         };
-        let exit = live.container.life(|life| life.may_delete(&process))?;
-        let exit = exit.unwrap_or_else(|| Exit {
-            status: 0,
-            at: SystemTime::now(),
-        });
+        let ended = live.container.life(|life| life.may_delete(&process))?;
         let pid = self.pid();
-        if exit.status == LOST {
-            record.copies.drain(Duration::from_secs(1)).await;
+        // A machine that is gone has nothing more to deliver.
+        let limit = if self.machine_is_gone().await {
+            DRAIN_LOST
         } else {
-            record.copies.drain(DRAIN).await;
-        }
+            DRAIN
+        };
+        record.copies.drain(limit).await;
         if let Some(exec) = &process {
+            let exit = ended.unwrap_or_else(|| Exit {
+                status: 0,
+                at: SystemTime::now(),
+            });
             if let Err(error) = while_alive(self.vm()?.as_ref(), live.guest.delete(&record.guest)).await {
                 info!(%error, exec, "the agent could not delete the exec");
             }
@@ -56,6 +59,7 @@ impl Sandbox {
             return Ok((pid, exit));
         }
         self.end_machine(&live, &record).await;
+        let exit = ended.unwrap_or_else(|| self.end_unstarted(&live));
         rootfs::unmount_leftovers(&live.container.bundle);
         net::release(&live.container.bundle);
         self.run_poststop(&live.container.bundle).await;
@@ -69,6 +73,31 @@ impl Sandbox {
         };
         self.publisher.publish(topics::TASK_DELETE_EVENT_TOPIC, &event);
         Ok((pid, exit))
+    }
+
+    /// The exit of an init that was never started: it ended with its machine.
+    fn end_unstarted(&self, live: &Live) -> Exit {
+        let exit = Exit {
+            status: LOST,
+            at: SystemTime::now(),
+        };
+        let container = &live.container;
+        container.change(&self.publisher, self.pid(), |life| life.exited(&None, exit));
+        // Whoever watched the machine may have been first.
+        container
+            .life(|life| life.may_delete(&None))
+            .ok()
+            .flatten()
+            .unwrap_or(exit)
+    }
+
+    async fn machine_is_gone(&self) -> bool {
+        let Ok(vm) = self.vm() else { return true };
+        tokio::select! {
+            biased;
+            _ = vm.ended() => true,
+            () = std::future::ready(()) => false,
+        }
     }
 
     /// Lets the guest write its disks back, then ends the machine.
