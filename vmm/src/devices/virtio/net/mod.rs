@@ -144,9 +144,21 @@ impl Net {
         let mergeable = context.has(VIRTIO_NET_F_MRG_RXBUF);
         // Enough for one go; with more the tap wakes us again, after other devices had their turn.
         for _ in 0..QUEUES[RECEIVE] {
-            if self.waiting.is_empty() && !self.read_frame() {
-                self.watch(context.poller, true);
-                break;
+            if self.waiting.is_empty() {
+                match self.read_frame() {
+                    Ok(true) => {}
+                    Ok(false) => {
+                        self.watch(context.poller, true);
+                        break;
+                    }
+                    Err(error) => {
+                        // Somebody removed the interface. Watched further, it would be ready for ever.
+                        tracing::warn!(%error, "the tap is lost");
+                        self.watch(context.poller, false);
+                        self.tap = None;
+                        break;
+                    }
+                }
             }
             let Some(queue) = context.queues.get_mut(RECEIVE) else {
                 break;
@@ -165,22 +177,19 @@ impl Net {
         }
     }
 
-    fn read_frame(&mut self) -> bool {
-        let Some(tap) = &self.tap else { return false };
+    /// Whether there was one.
+    fn read_frame(&mut self) -> nix::Result<bool> {
+        let Some(tap) = &self.tap else { return Ok(false) };
         loop {
             match nix::unistd::read(tap, &mut self.buffer) {
                 Ok(bytes) if bytes > HEADER => {
                     self.waiting.clear();
                     self.waiting.extend_from_slice(&self.buffer[..bytes]);
-                    return true;
+                    return Ok(true);
                 }
-                Ok(0) => return false,
+                Ok(0) | Err(nix::errno::Errno::EAGAIN) => return Ok(false),
                 Ok(_) | Err(nix::errno::Errno::EINTR) => {}
-                Err(nix::errno::Errno::EAGAIN) => return false,
-                Err(error) => {
-                    tracing::warn!(%error, "read tap");
-                    return false;
-                }
+                Err(error) => return Err(error),
             }
         }
     }

@@ -165,3 +165,28 @@ fn only_a_tap_and_only_where_there_is_an_interface() {
     assert!(set.attach_tap(0, other()).is_err(), "a socket is no tap");
     assert!(set.attach_tap(1, other()).is_err());
 }
+
+#[test]
+fn a_tap_that_was_removed_is_not_watched_for_ever() {
+    let mem = memory();
+    let (reader, writer) = std::io::pipe().unwrap();
+    // Reading from this end fails, and when the other one is closed it is always ready.
+    let net = Net::over(NetParts {
+        tap: Some(writer.into()),
+        mac: MAC,
+        mtu: 1400,
+    });
+    let set = DeviceSet::assemble(mem.clone(), vec![AnyModel::Net(net.unwrap())]).unwrap();
+    set.start();
+    let mut driver = Driver::start(&set, &mem, 0);
+    drop(reader);
+    let lost = || set.with_net(0, |net, _| net.tap.is_none() && !net.watching) == Some(true);
+    let end = std::time::Instant::now() + Duration::from_secs(10);
+    while !lost() {
+        assert!(std::time::Instant::now() < end, "the tap is still watched");
+        std::thread::yield_now();
+    }
+    // The device goes on without a wire.
+    driver.add(&set, TRANSMIT, &[&frame(1, 20)], &[]);
+    driver.wait(TRANSMIT);
+}
