@@ -234,7 +234,7 @@ pub(crate) fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
         .map_err(|error| AgentError::io(format!("look at {}", path.display()), error))
 }
 
-fn open_namespace(pid: u32, kind: &str) -> Result<File> {
+pub(crate) fn open_namespace(pid: u32, kind: &str) -> Result<File> {
     let path = namespace_path(pid, kind);
     File::open(&path).map_err(|error| AgentError::io(format!("open {}", path.display()), error))
 }

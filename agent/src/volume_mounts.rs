@@ -2,6 +2,7 @@
 //!
 //! Everything here is for a thread of its own, which ends with the namespaces that it entered.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
@@ -10,11 +11,11 @@ use std::path::{Path, PathBuf};
 
 use mounts::{Restrictions, Tree};
 use nix::mount::{MntFlags, umount2};
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, setns, unshare};
 use protocol::VolumeHeader;
 
 use crate::error::{AgentError, Result};
-use crate::renew::{enter, namespace_id};
+use crate::renew::{enter, namespace_id, open_namespace};
 
 /// Most holders that are named.
 const MAX_NAMED: usize = 16;
@@ -92,9 +93,12 @@ pub fn take_away(paths: &[PathBuf]) -> Result<()> {
     }
     let mut namespaces = BTreeMap::new();
     for &pid in &pids {
-        // A process that has just ended has none.
-        if let (Ok(id), Ok(mounts)) = (namespace_id(pid, "mnt"), mounts_of(&pid.to_string())) {
-            namespaces.entry(id).or_insert((pid, mounts));
+        // A process that has just ended has none. Opened now: inside of one, /proc is another one.
+        if let Ok(id) = namespace_id(pid, "mnt")
+            && let Entry::Vacant(place) = namespaces.entry(id)
+            && let (Ok(file), Ok(mounts)) = (open_namespace(pid, "mnt"), mounts_of(&pid.to_string()))
+        {
+            place.insert((file, mounts));
         }
     }
     namespaces.remove(&namespace_id(std::process::id(), "mnt")?);
@@ -122,16 +126,16 @@ pub fn take_away(paths: &[PathBuf]) -> Result<()> {
 
 /// Does something with each mount of these filesystems, last ones first, in its mount namespace.
 fn in_each(
-    namespaces: &BTreeMap<u64, (u32, Vec<Mount>)>,
+    namespaces: &BTreeMap<u64, (fs::File, Vec<Mount>)>,
     devices: &BTreeSet<Device>,
     mut work: impl FnMut(&Mount) -> Result<()>,
 ) -> Result<()> {
-    for (pid, mounts) in namespaces.values() {
+    for (namespace, mounts) in namespaces.values() {
         let mut points = mounts.iter().filter(|m| devices.contains(&m.device)).rev().peekable();
         if points.peek().is_none() {
             continue;
         }
-        enter(*pid, "mnt", CloneFlags::CLONE_NEWNS)?;
+        setns(namespace, CloneFlags::CLONE_NEWNS).map_err(|error| AgentError::io("enter a mount namespace", error))?;
         points.try_for_each(&mut work)?;
     }
     Ok(())
