@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use e2e::container::fresh_id;
 use e2e::images::BUSYBOX;
-use e2e::{Node, Runtime, wait_until};
+use e2e::{Container, Node, Runtime, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -257,20 +257,34 @@ fn servers() -> Vec<u32> {
         .collect()
 }
 
-#[test]
-fn the_server_of_volumes_ends_with_its_shim_and_sees_nothing_else() -> Result<()> {
-    let node = Node::shared();
-    let shared = Shared::new()?;
-    shared.write("file", "x")?;
+/// A container that sleeps with the directory at /data, and the process that serves it.
+fn served(node: &Node, shared: &Shared) -> Result<(Container, u32)> {
     let before = servers();
     let container = node
         .run(Runtime::Ramet, BUSYBOX, &["sleep", "1000"])
         .flag(&shared.bind("", "/data", "rbind:rw"))
         .detach()?;
-    let server = *servers()
-        .iter()
-        .find(|pid| !before.contains(pid))
-        .context("no server")?;
+    let server = servers().into_iter().find(|pid| !before.contains(pid));
+    Ok((container, server.context("no server")?))
+}
+
+fn kill_9(pid: u32) -> Result<()> {
+    kill(Pid::from_raw(i32::try_from(pid)?), Signal::SIGKILL).with_context(|| format!("killing {pid}"))
+}
+
+fn stops_running(node: &Node, container: &Container) -> bool {
+    wait_until(ANSWER, || {
+        node.task_status(container.id())
+            .is_ok_and(|status| status.as_deref() != Some("RUNNING"))
+    })
+}
+
+#[test]
+fn the_server_of_volumes_ends_with_its_shim_and_sees_nothing_else() -> Result<()> {
+    let node = Node::shared();
+    let shared = Shared::new()?;
+    shared.write("file", "x")?;
+    let (container, server) = served(node, &shared)?;
     let root = PathBuf::from(format!("/proc/{server}/root"));
     let mut names: Vec<_> = fs::read_dir(&root)?.flatten().map(|e| e.file_name()).collect();
     names.sort();
@@ -288,13 +302,40 @@ fn the_server_of_volumes_ends_with_its_shim_and_sees_nothing_else() -> Result<()
         "{status}"
     );
     let shim = status.lines().find_map(|l| l.strip_prefix("PPid:")).unwrap_or_default();
-    kill(Pid::from_raw(shim.trim().parse()?), Signal::SIGKILL)?;
+    kill_9(shim.trim().parse()?)?;
     ensure!(
         wait_until(ANSWER, || !servers().contains(&server)),
         "the server outlives its shim"
     );
-    ensure!(wait_until(ANSWER, || node
-        .task_status(container.id())
-        .is_ok_and(|status| status.as_deref() != Some("RUNNING"))));
+    ensure!(stops_running(node, &container));
     container.remove()
+}
+
+#[test]
+fn the_server_of_volumes_ends_with_its_machine_and_a_container_survives_its_loss() -> Result<()> {
+    let node = Node::shared();
+    let shared = Shared::new()?;
+    shared.write("file", "x\n")?;
+    let (container, server) = served(node, &shared)?;
+    kill_9(node.task_pid(container.id())?)?;
+    ensure!(
+        wait_until(ANSWER, || !servers().contains(&server)),
+        "the server outlives its machine"
+    );
+    ensure!(stops_running(node, &container));
+    container.remove()?;
+
+    let (container, server) = served(node, &shared)?;
+    kill_9(server)?;
+    let read = container.exec(&["cat", "/data/file"]).finish()?;
+    ensure!(read.code == 1 && read.err().contains("not connected"), "{}", read.err());
+    let image = format!("localhost/{}:1", fresh_id("lost"));
+    let refused = node.ramet(["checkpoint", container.id(), &image]).finish()?;
+    let reason = "the server of its host directories has ended";
+    ensure!(refused.code != 0 && refused.err().contains(reason), "{}", refused.err());
+    ensure!(container.exec(&["echo", "here"]).succeed()?.out() == "here\n");
+    container.remove()?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+    ensure!(!mounts.contains(&*shared.0.to_string_lossy()), "{mounts}");
+    Ok(())
 }

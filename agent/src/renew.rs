@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use mounts::{Restrictions, Tree};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_settime};
@@ -191,8 +192,8 @@ pub async fn show_boot_id(pid: u32) -> Result<()> {
         let boot_id = fs::read_to_string(BOOT_ID).map_err(|error| AgentError::io(format!("read {BOOT_ID}"), error))?;
         write_boot_id(boot_id.trim())?;
     }
-    let tree = crate::sys::clone_tree(Path::new(OUR_BOOT_ID))
-        .and_then(|tree| crate::sys::set_tree_attributes(&tree, crate::sys::READ_ONLY).map(|()| tree))
+    let tree = Tree::copy(Path::new(OUR_BOOT_ID), false)
+        .and_then(|tree| tree.restrict(Restrictions::READ_ONLY).map(|()| tree))
         .map_err(|error| AgentError::io(format!("copy the mount of {OUR_BOOT_ID}"), error))?;
     let namespace = open_namespace(pid, "mnt")?;
     on_a_thread(move || {
@@ -213,9 +214,9 @@ fn write_boot_id(boot_id: &str) -> Result<()> {
 }
 
 /// Mounts our boot id over the kernel's. A container without /proc sees none.
-fn cover_boot_id(tree: &std::os::fd::OwnedFd) -> io::Result<()> {
+fn cover_boot_id(tree: &Tree) -> io::Result<()> {
     match fs::metadata(BOOT_ID) {
-        Ok(_) => crate::sys::attach_tree(tree, Path::new(BOOT_ID)),
+        Ok(_) => tree.mount(Path::new(BOOT_ID)),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(()),
         Err(error) => Err(error),
     }
@@ -233,7 +234,7 @@ pub(crate) fn namespace_id(pid: u32, kind: &str) -> Result<u64> {
         .map_err(|error| AgentError::io(format!("look at {}", path.display()), error))
 }
 
-fn open_namespace(pid: u32, kind: &str) -> Result<File> {
+pub(crate) fn open_namespace(pid: u32, kind: &str) -> Result<File> {
     let path = namespace_path(pid, kind);
     File::open(&path).map_err(|error| AgentError::io(format!("open {}", path.display()), error))
 }

@@ -382,6 +382,13 @@ mod tests {
             .expect("the thread does not panic")
     }
 
+    /// All that comes until the end.
+    fn whole(from: &mut impl Read) -> String {
+        let mut text = String::new();
+        from.read_to_string(&mut text).expect("text");
+        text
+    }
+
     fn output(held: bool) -> (Port, std::io::PipeWriter, watch::Sender<bool>) {
         let (reader, writer) = pipe();
         let (hold, held) = watch::channel(held);
@@ -418,9 +425,7 @@ mod tests {
         let text = blocking(move || {
             writer.write_all(b"heard").expect("room");
             drop(writer);
-            let mut text = String::new();
-            host.read_to_string(&mut text).expect("text");
-            text
+            whole(&mut host)
         });
         assert_eq!(text.await, "heard");
     }
@@ -435,11 +440,7 @@ mod tests {
                 writeln!(writer, "line {line}").expect("the pump reads");
             }
         });
-        let reading = blocking(move || {
-            let mut text = String::new();
-            host.read_to_string(&mut text).expect("text");
-            text
-        });
+        let reading = blocking(move || whole(&mut host));
         let (_, text) = tokio::join!(writing, reading);
         assert_eq!(text.lines().count(), 200_000);
         assert!(text.ends_with("line 199999\n"));
@@ -464,12 +465,7 @@ mod tests {
         let (mut host, guest) = connection();
         port.attach(guest, Vec::new(), 0);
         drop(writer);
-        let rest = blocking(move || {
-            let mut text = String::new();
-            host.read_to_string(&mut text).expect("text");
-            text
-        })
-        .await;
+        let rest = blocking(move || whole(&mut host)).await;
         assert_eq!(rest, "two");
     }
 
@@ -494,12 +490,7 @@ mod tests {
         host.set_nonblocking(false).expect("a socket");
         hold.send(false).expect("the pump listens");
         drop(writer);
-        let rest = blocking(move || {
-            let mut text = String::new();
-            host.read_to_string(&mut text).expect("text");
-            text
-        })
-        .await;
+        let rest = blocking(move || whole(&mut host)).await;
         assert_eq!(rest, "after");
     }
 
@@ -518,12 +509,7 @@ mod tests {
         port.attach(guest, b"early ".to_vec(), 0);
         host.write_all(b"late").expect("room in the socket");
         host.shutdown(Shutdown::Write).expect("a socket");
-        let text = blocking(move || {
-            let mut text = String::new();
-            reader.read_to_string(&mut text).expect("text");
-            text
-        })
-        .await;
+        let text = blocking(move || whole(&mut reader)).await;
         assert_eq!(text, "early late");
     }
 
@@ -538,12 +524,7 @@ mod tests {
         port.close_input();
         end.send(Fd::new(writer.into()).expect("a pipe"))
             .expect("the pump waits");
-        let text = blocking(move || {
-            let mut text = String::new();
-            reader.read_to_string(&mut text).expect("text");
-            text
-        })
-        .await;
+        let text = blocking(move || whole(&mut reader)).await;
         assert_eq!(text, "all of it");
     }
 

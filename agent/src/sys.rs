@@ -113,68 +113,6 @@ pub fn default_signals() {
     let _ = nix::sys::signal::SigSet::empty().thread_set_mask();
 }
 
-/// A detached copy of the mount that holds `path`, with `path` as its root (`open_tree(OPEN_TREE_CLONE)`).
-///
-/// # Errors
-/// What the kernel says.
-pub fn clone_tree(path: &Path) -> io::Result<OwnedFd> {
-    let path = c_path(path)?;
-    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
-    // SAFETY: the path is a C string.
-    let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
-    let fd = Errno::result(fd)?;
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel has just made this descriptor for us.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Mounts a tree from [`clone_tree`] at `target`, in the mount namespace of the calling thread.
-///
-/// # Errors
-/// What the kernel says.
-pub fn attach_tree(tree: &OwnedFd, target: &Path) -> io::Result<()> {
-    const MOVE_MOUNT_F_EMPTY_PATH: libc::c_uint = 4;
-    let target = c_path(target)?;
-    // SAFETY: both paths are C strings.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_move_mount,
-            tree.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_FDCWD,
-            target.as_ptr(),
-            MOVE_MOUNT_F_EMPTY_PATH,
-        )
-    };
-    Errno::result(result)?;
-    Ok(())
-}
-
-/// `MOUNT_ATTR_RDONLY`
-pub const READ_ONLY: u64 = libc::MOUNT_ATTR_RDONLY;
-
-/// Sets attributes (`MOUNT_ATTR_…`) of a tree from [`clone_tree`].
-///
-/// # Errors
-/// What the kernel says.
-pub fn set_tree_attributes(tree: &OwnedFd, attributes: u64) -> io::Result<()> {
-    // struct mount_attr: to set, to clear, propagation, user namespace.
-    let attr = [attributes, 0, 0, 0u64];
-    // SAFETY: an empty C string, and a structure of the length that is given.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            tree.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            attr.as_ptr(),
-            size_of_val(&attr),
-        )
-    };
-    Errno::result(result)?;
-    Ok(())
-}
-
 /// Number of the device that holds what `path` leads to, links followed. Asks no server of a filesystem.
 ///
 /// # Errors

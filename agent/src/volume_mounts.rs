@@ -2,18 +2,20 @@
 //!
 //! Everything here is for a thread of its own, which ends with the namespaces that it entered.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use mounts::{Restrictions, Tree};
 use nix::mount::{MntFlags, umount2};
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, setns, unshare};
 use protocol::VolumeHeader;
 
 use crate::error::{AgentError, Result};
-use crate::renew::{enter, namespace_id};
+use crate::renew::{enter, namespace_id, open_namespace};
 
 /// Most holders that are named.
 const MAX_NAMED: usize = 16;
@@ -32,24 +34,24 @@ pub fn place(path: &Path, header: &VolumeHeader, pid: u32) -> Result<()> {
         return Err(AgentError::Invalid(format!("volume at {}", target.display())));
     }
     leave_directories()?;
-    let tree = crate::sys::clone_tree(path).map_err(failed)?;
-    crate::sys::set_tree_attributes(&tree, attributes(&header.options)).map_err(failed)?;
+    let tree = Tree::copy(path, false).map_err(failed)?;
+    tree.restrict(restrictions(&header.options)).map_err(failed)?;
     enter(pid, "mnt", CloneFlags::CLONE_NEWNS)?;
     // What is in the way of the path is the container's own: no link leads out of this namespace.
     if header.is_directory {
         fs::create_dir_all(target).map_err(failed)?;
-    } else if fs::symlink_metadata(target).is_err() {
+    } else if fs::metadata(target).is_err() {
         if let Some(parent) = target.parent() {
             fs::create_dir_all(parent).map_err(failed)?;
         }
         fs::File::create(target).map_err(failed)?;
     }
-    crate::sys::attach_tree(&tree, target).map_err(failed)
+    tree.mount(target).map_err(failed)
 }
 
-/// `MOUNT_ATTR_…` for mount options. The last word about a thing counts.
-fn attributes(options: &[String]) -> u64 {
-    let mut set = 0;
+/// What mount options forbid. The last word about a thing counts.
+fn restrictions(options: &[String]) -> Restrictions {
+    let mut all = Restrictions::default();
     for option in options {
         let (word, on) = match option.as_str() {
             "rw" => ("ro", false),
@@ -58,19 +60,19 @@ fn attributes(options: &[String]) -> u64 {
             "exec" => ("noexec", false),
             other => (other, true),
         };
-        let bit = match word {
-            "ro" | "rro" => 1,
-            "nosuid" | "rnosuid" => 2,
-            "nodev" | "rnodev" => 4,
-            "noexec" | "rnoexec" => 8,
-            "noatime" => 0x10,
-            "nodiratime" => 0x80,
-            "nosymfollow" => 0x20_0000,
+        let one = match word {
+            "ro" | "rro" => Restrictions::READ_ONLY,
+            "nosuid" | "rnosuid" => Restrictions::NO_SUID,
+            "nodev" | "rnodev" => Restrictions::NO_DEVICES,
+            "noexec" | "rnoexec" => Restrictions::NO_EXEC,
+            "noatime" => Restrictions::NO_ACCESS_TIME,
+            "nodiratime" => Restrictions::NO_DIRECTORY_ACCESS_TIME,
+            "nosymfollow" => Restrictions::NO_SYMLINKS,
             _ => continue,
         };
-        set = if on { set | bit } else { set & !bit };
+        all = if on { all.with(one) } else { all.without(one) };
     }
-    set
+    all
 }
 
 /// Unmounts what the agent has mounted at `paths` from every namespace but its own.
@@ -91,31 +93,50 @@ pub fn take_away(paths: &[PathBuf]) -> Result<()> {
     }
     let mut namespaces = BTreeMap::new();
     for &pid in &pids {
-        // A process that has just ended has none.
-        if let (Ok(id), Ok(mounts)) = (namespace_id(pid, "mnt"), mounts_of(&pid.to_string())) {
-            namespaces.entry(id).or_insert((pid, mounts));
+        // A process that has just ended has none. Opened now: inside of one, /proc is another one.
+        if let Ok(id) = namespace_id(pid, "mnt")
+            && let Entry::Vacant(place) = namespaces.entry(id)
+            && let (Ok(file), Ok(mounts)) = (open_namespace(pid, "mnt"), mounts_of(&pid.to_string()))
+        {
+            place.insert((file, mounts));
         }
     }
     namespaces.remove(&namespace_id(std::process::id(), "mnt")?);
     for (_, mounts) in namespaces.values() {
         named.extend(on_top(mounts, &devices));
     }
+    in_each(&namespaces, &devices, |mount| {
+        // Its path would lead to something else.
+        if crate::sys::device_of(&mount.point).ok() != Some(mount.device) {
+            named.push(format!("{} is hidden by another mount", mount.point.display()));
+        }
+        Ok(())
+    })?;
     if !named.is_empty() {
         named.truncate(MAX_NAMED);
         let text = format!("volumes are in use: {}", named.join("; "));
         return Err(AgentError::Precondition(text));
     }
-    for (pid, mounts) in namespaces.values() {
-        let points: Vec<_> = mounts.iter().filter(|m| devices.contains(&m.device)).collect();
-        if points.is_empty() {
+    in_each(&namespaces, &devices, |mount| {
+        // Nothing holds it, so it goes at once.
+        umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)
+            .map_err(|error| AgentError::io(format!("unmount volume {}", mount.point.display()), error))
+    })
+}
+
+/// Does something with each mount of these filesystems, last ones first, in its mount namespace.
+fn in_each(
+    namespaces: &BTreeMap<u64, (fs::File, Vec<Mount>)>,
+    devices: &BTreeSet<Device>,
+    mut work: impl FnMut(&Mount) -> Result<()>,
+) -> Result<()> {
+    for (namespace, mounts) in namespaces.values() {
+        let mut points = mounts.iter().filter(|m| devices.contains(&m.device)).rev().peekable();
+        if points.peek().is_none() {
             continue;
         }
-        enter(*pid, "mnt", CloneFlags::CLONE_NEWNS)?;
-        for mount in points.iter().rev() {
-            // Nothing holds it, so it goes at once.
-            umount2(&mount.point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)
-                .map_err(|error| AgentError::io(format!("unmount volume {}", mount.point.display()), error))?;
-        }
+        setns(namespace, CloneFlags::CLONE_NEWNS).map_err(|error| AgentError::io("enter a mount namespace", error))?;
+        points.try_for_each(&mut work)?;
     }
     Ok(())
 }
@@ -194,7 +215,7 @@ fn pids() -> Result<Vec<u32>> {
         .collect())
 }
 
-/// What of these filesystems a process holds: open files, directories it works in, mapped files.
+/// What of these filesystems a process holds: open files, directories it works in, mapped files, what it watches.
 fn held_by(pid: u32, devices: &BTreeSet<Device>) -> Vec<String> {
     let directory = Path::new("/proc").join(pid.to_string());
     let mut links: Vec<PathBuf> = ["cwd", "root", "exe"].iter().map(|name| directory.join(name)).collect();
@@ -206,6 +227,13 @@ fn held_by(pid: u32, devices: &BTreeSet<Device>) -> Vec<String> {
         if crate::sys::device_of(&link).is_ok_and(|device| devices.contains(&device)) {
             held.insert(fs::read_link(&link).unwrap_or(link).display().to_string());
         }
+    }
+    let watches = fs::read_dir(directory.join("fdinfo")).into_iter().flatten().flatten();
+    if watches
+        .map(|entry| fs::read_to_string(entry.path()).unwrap_or_default())
+        .any(|info| info.lines().any(|line| watched(line, devices)))
+    {
+        held.insert("a watch of its files".to_owned());
     }
     let maps = fs::read_to_string(directory.join("maps")).unwrap_or_default();
     held.extend(maps.lines().filter_map(|line| mapped(line, devices)));
@@ -232,6 +260,16 @@ fn mapped(line: &str, devices: &BTreeSet<Device>) -> Option<String> {
     );
     let path = fields.nth(1)?;
     devices.contains(&device).then(|| path.to_owned())
+}
+
+/// Whether a line of `/proc/PID/fdinfo/FD` is a watch (of inotify, say) on one of these filesystems.
+fn watched(line: &str, devices: &BTreeSet<Device>) -> bool {
+    let number = line
+        .split_ascii_whitespace()
+        .find_map(|word| word.strip_prefix("sdev:"));
+    let number = number.and_then(|hex| u32::from_str_radix(hex, 16).ok());
+    // As the kernel has it: the minor number is the lower 20 bits.
+    number.is_some_and(|number| devices.contains(&(number >> 20, number & 0xf_ffff)))
 }
 
 /// The pid that the container itself knows.
@@ -261,7 +299,8 @@ mod tests {
         #[test]
         fn no_line_can_hurt(line in prop::collection::vec(any::<u8>(), 0..120)) {
             let _ = parse_mount(&line);
-            let _ = mapped(&String::from_utf8_lossy(&line), &BTreeSet::new());
+            let text = String::from_utf8_lossy(&line);
+            let _ = (mapped(&text, &BTreeSet::new()), watched(&text, &BTreeSet::new()));
         }
     }
 
@@ -274,6 +313,14 @@ mod tests {
         let held = held_by(std::process::id(), &devices);
         assert!(held.iter().any(|text| text.contains("holds")), "{held:?}");
         assert!(held_by(std::process::id(), &BTreeSet::new()).is_empty());
+    }
+
+    #[test]
+    fn watches_are_told_by_their_device() {
+        let line = "inotify wd:1 ino:2 sdev:80002e mask:100 ignored_mask:0 fhandle-bytes:8";
+        assert!(watched(line, &[(8, 0x2e)].into()));
+        assert!(!watched(line, &[(0, 0x2e)].into()));
+        assert!(!watched("flags:\t02000000", &[(0, 0)].into()));
     }
 
     #[test]
@@ -301,11 +348,15 @@ mod tests {
     }
 
     #[test]
-    fn options_become_attributes() {
-        let of = |words: &[&str]| attributes(&words.iter().map(|w| (*w).to_owned()).collect::<Vec<_>>());
-        assert_eq!(of(&["rbind", "rprivate", "rw"]), 0);
-        assert_eq!(of(&["rbind", "ro", "nosuid", "nodev", "noexec"]), 15);
-        assert_eq!(of(&["ro", "rw", "rro"]), 1);
-        assert_eq!(of(&["noexec", "exec"]), 0);
+    fn options_become_restrictions() {
+        let of = |words: &[&str]| restrictions(&words.iter().map(|w| (*w).to_owned()).collect::<Vec<_>>());
+        assert_eq!(of(&["rbind", "rprivate", "rw"]), Restrictions::default());
+        let all = Restrictions::READ_ONLY
+            .with(Restrictions::NO_SUID)
+            .with(Restrictions::NO_DEVICES)
+            .with(Restrictions::NO_EXEC);
+        assert_eq!(of(&["rbind", "ro", "nosuid", "nodev", "noexec"]), all);
+        assert_eq!(of(&["ro", "rw", "rro"]), Restrictions::READ_ONLY);
+        assert_eq!(of(&["noexec", "exec"]), Restrictions::default());
     }
 }

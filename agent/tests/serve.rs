@@ -193,6 +193,15 @@ async fn read_all(mut stream: UnixStream) -> String {
     .expect("the thread does not panic")
 }
 
+/// Runs it on one thread, as the agent's own work.
+fn on_this_thread(work: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    runtime.block_on(work);
+}
+
 /// Runs the cases one after the other: they share the control groups of the machine.
 #[test]
 fn real_containers() {
@@ -200,11 +209,7 @@ fn real_containers() {
         eprintln!("skipped: {missing}");
         return;
     }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    on_this_thread(async {
         let agent = Agent::start();
         let client = agent.connect().await;
         let task = TaskClient::new(client.clone());
@@ -225,11 +230,7 @@ fn renewed_identity() {
         eprintln!("skipped: {missing}");
         return;
     }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .expect("a runtime");
-    runtime.block_on(async {
+    on_this_thread(async {
         let agent = Agent::start_apart();
         let parent = agent.connect().await;
         renew(&agent, parent).await;

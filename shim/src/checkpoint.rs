@@ -12,6 +12,7 @@ use checkpoint::manifest::{
     CheckpointId, CheckpointManifest, ContainerInfo, FORMAT, MEMORY_FILE, MEMORY_INDEX_FILE, ReadOnlyDisk, STATE_FILE,
     SaveInfo, VmShape,
 };
+use protocol::containerd::ttrpc;
 use serde::{Deserialize, Serialize};
 use tracing::info;
 use vmm::control::{Reply, Request, SaveReport, SaveRequest};
@@ -136,6 +137,10 @@ pub async fn save(
     container: ContainerInfo,
     directory: &Path,
 ) -> Result<CheckpointManifest> {
+    if !volumes.are_served() {
+        let reason = "the server of its host directories has ended, so they could not be mounted again";
+        return Err(Error::CheckpointNotMade(reason.into()));
+    }
     let mut attempt = Attempt::begin(directory)?;
     let files = [
         attempt.create(STATE_FILE)?,
@@ -187,12 +192,29 @@ async fn save_frozen(
 ) -> Result<()> {
     while_alive(vm, guest.quiesce()).await?;
     // What belongs to this host is in no checkpoint. It comes back before a process runs on.
-    volumes.detach(guest, container).await?;
+    match volumes.detach(guest, container).await {
+        Ok(()) => {}
+        // Somebody holds one: nothing was done.
+        Err(error) if error.code() == ttrpc::Code::FAILED_PRECONDITION => return Err(error),
+        Err(error) => return without_volumes(vm, &error).await,
+    }
     let saved = cut(vm, machine, files).await;
     let attached = volumes
         .attach(vm, machine.agent_generation, container, Where::InContainer)
         .await;
-    saved.and(attached)
+    match attached {
+        Ok(()) => saved,
+        Err(error) => saved.and(without_volumes(vm, &error).await),
+    }
+}
+
+/// Ends a machine whose container has lost its host directories: what it would write now would not get there.
+async fn without_volumes(vm: &dyn Vm, error: &Error) -> Result<()> {
+    vm.kill().await;
+    Err(Error::CheckpointNotMade(format!(
+        "the container was ended, for its host directories could not be mounted again: {}",
+        error.text()
+    )))
 }
 
 /// Has the VMM cut memory, state and disks.

@@ -140,6 +140,7 @@ impl Sandbox {
             _ => None,
         };
         if let Some(live) = live {
+            live.volumes.end();
             live.container
                 .change(&self.publisher, self.pid(), |life| life.lost(SystemTime::now()));
         }

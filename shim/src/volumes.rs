@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use ::volumes::control::{Client, Config, Volume, VolumeError};
@@ -34,7 +34,7 @@ pub enum Where {
 /// The volumes of a container. Their server ends when this is dropped.
 #[derive(Debug, Default)]
 pub struct Volumes {
-    client: Option<Arc<Client>>,
+    client: Mutex<Option<Arc<Client>>>,
     list: Vec<spec::Volume>,
 }
 
@@ -45,15 +45,31 @@ impl Volumes {
     /// It cannot be run, or a source cannot be shared.
     pub async fn start(list: Vec<spec::Volume>) -> Result<Self> {
         if list.is_empty() {
-            return Ok(Self { client: None, list });
+            return Ok(Self::default());
         }
         let config = Config {
             volumes: list.iter().map(to_serve).collect(),
         };
         let client = blocking(move || Ok(Client::start(&program(), &[ACTION], &config)?)).await?;
         info!(count = list.len(), pid = client.pid(), "volumes are served");
-        let client = Some(Arc::new(client));
+        let client = Mutex::new(Some(Arc::new(client)));
         Ok(Self { client, list })
+    }
+
+    fn client(&self) -> Option<Arc<Client>> {
+        self.client.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Ends their server: nobody asks it any more.
+    pub fn end(&self) {
+        let ended = self.client.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(ended);
+    }
+
+    /// Whether they can be mounted again once they were taken away.
+    #[must_use]
+    pub fn are_served(&self) -> bool {
+        self.list.is_empty() || self.client().is_some_and(|client| client.is_alive())
     }
 
     /// Whether there are none.
@@ -78,7 +94,11 @@ impl Volumes {
     /// # Errors
     /// The agent refuses, or knows no volumes.
     pub async fn attach(&self, vm: &dyn Vm, generation: u32, container: &str, place: Where) -> Result<()> {
-        let Some(client) = &self.client else { return Ok(()) };
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        let gone = || VolumeError::Io(std::io::ErrorKind::BrokenPipe.into());
+        let client = self.client().ok_or_else(gone)?;
         if generation < protocol::VOLUMES_SINCE {
             return Err(Error::Unsupported(
                 "a bind mount in a fork of a checkpoint made by an older release".into(),

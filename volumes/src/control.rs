@@ -3,12 +3,15 @@
 //! One control socket (`SOCK_SEQPACKET`), the process's standard input: first a [`Config`], then one [`Attach`] for each stream, with the
 //! stream as descriptor; each is answered with an [`Answer`]. When the socket is closed, the process ends.
 
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair, sockopt};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, Shutdown, SockFlag, SockType, setsockopt, shutdown, socketpair, sockopt};
 use nix::sys::time::{TimeVal, TimeValLike};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -61,10 +64,10 @@ pub struct Answer {
 pub enum VolumeError {
     /// The process cannot be run.
     #[error("start the server of volumes")]
-    Spawn(#[source] std::io::Error),
+    Spawn(#[source] io::Error),
     /// It is gone, or does not answer.
     #[error("speak with the server of volumes")]
-    Io(#[source] std::io::Error),
+    Io(#[source] io::Error),
     /// It speaks nonsense, or was to be asked too much.
     #[error("speak with the server of volumes")]
     Json(#[from] serde_json::Error),
@@ -73,10 +76,24 @@ pub enum VolumeError {
     Refused(String),
 }
 
+impl VolumeError {
+    /// The system calls this "resource temporarily unavailable".
+    fn or_late(self) -> Self {
+        match self {
+            Self::Io(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let text = format!("no answer within {} s", LIMIT.as_secs());
+                Self::Io(io::Error::new(io::ErrorKind::TimedOut, text))
+            }
+            other => other,
+        }
+    }
+}
+
 /// A running process. It ends when this is dropped.
 #[derive(Debug)]
 pub struct Client {
-    control: OwnedFd,
+    /// Locked from a question to its answer.
+    control: Mutex<OwnedFd>,
     child: Option<Child>,
 }
 
@@ -102,7 +119,7 @@ impl Client {
             .spawn()
             .map_err(VolumeError::Spawn)?;
         let client = Self {
-            control: ours,
+            control: Mutex::new(ours),
             child: Some(child),
         };
         client.ask(config, &[])?;
@@ -113,6 +130,15 @@ impl Client {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.as_ref().map_or(0, Child::id)
+    }
+
+    /// Whether it still runs, as far as can be seen.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        let control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut end = [PollFd::new(control.as_fd(), PollFlags::empty())];
+        // What is always reported is that the other end is closed.
+        matches!(poll(&mut end, PollTimeout::ZERO), Ok(0))
     }
 
     /// Serves a tree over a connected stream. Blocks.
@@ -128,9 +154,16 @@ impl Client {
         if bytes.len() > MAX_PACKET {
             return Err(VolumeError::Refused("too many volumes".into()));
         }
-        crate::sys::send(&self.control, &bytes, fds).map_err(VolumeError::Io)?;
-        let (answer, _): (Answer, _) =
-            receive(&self.control)?.ok_or_else(|| VolumeError::Io(std::io::ErrorKind::UnexpectedEof.into()))?;
+        let control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        let answered = crate::sys::send(&control, &bytes, fds)
+            .map_err(VolumeError::Io)
+            .and_then(|()| receive(&control))
+            .and_then(|answer| answer.ok_or_else(|| VolumeError::Io(io::ErrorKind::UnexpectedEof.into())));
+        let (answer, _): (Answer, _) = answered.map_err(|error| {
+            // An answer that comes too late must not be taken for that to the next question.
+            let _ = shutdown(control.as_raw_fd(), Shutdown::Both);
+            error.or_late()
+        })?;
         answer.error.map_or(Ok(()), |error| Err(VolumeError::Refused(error)))
     }
 }

@@ -3,7 +3,7 @@
 //! INIT is answered here: what is agreed on decides how much of what follows reaches us. Nothing is cached in the guest without asking, so
 //! changes on either side are seen at once; locks are the guest's own.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::panic::AssertUnwindSafe;
@@ -15,10 +15,19 @@ use fuse_backend_rs::api::server::Server;
 use fuse_backend_rs::passthrough::{CachePolicy, Config, PassthroughFs};
 use fuse_backend_rs::transport::{FuseBuf, FuseDevWriter, Reader};
 
+use crate::check::check;
+use crate::control::Volume;
 use crate::frame::{MAX_DATA, REPLY_HEADER, REQUEST_HEADER, RequestHeader, bare_reply};
+use crate::listing;
 
 /// Requests in the background that the guest may have open before it holds writers back.
 const MAX_BACKGROUND: u16 = 64;
+/// The library can tell so many mounts apart by inode numbers of the host; a few less, as it never forgets one.
+const MOUNTS_MAX: usize = 200;
+/// How often a listing is tried again when an entry disappears meanwhile.
+const LISTING_ATTEMPTS: usize = 16;
+/// Takes what is written and keeps nothing; tests run outside of the jail.
+const NOWHERE: &str = if cfg!(test) { "/dev/null" } else { "/null" };
 /// Length of `fuse_init_out`, in bytes.
 const INIT_OUT: usize = 64;
 
@@ -36,17 +45,48 @@ fn wanted() -> FsOptions {
         | FsOptions::HANDLE_KILLPRIV_V2
 }
 
-/// A tree that is not served yet: made where `/proc` is still what it is.
-pub struct Tree(PassthroughFs);
+/// A tree that can be served: a directory or file in the jail.
+#[derive(Clone, Debug)]
+pub struct Share {
+    root: String,
+    read_only: bool,
+    follows_host: bool,
+}
 
-impl Tree {
-    /// The tree that will be at `root`.
+impl Share {
+    /// The volume with this number.
+    pub(crate) fn new(number: usize, volume: &Volume) -> Self {
+        Self {
+            root: format!("/{number}"),
+            read_only: volume.read_only,
+            follows_host: volume.follows_host,
+        }
+    }
+
+    /// Any directory, outside of a jail.
+    #[cfg(test)]
+    pub(crate) fn at(root: &std::path::Path, read_only: bool) -> Self {
+        Self {
+            root: root.to_str().unwrap().to_owned(),
+            read_only,
+            follows_host: false,
+        }
+    }
+
+    /// Its path in the jail.
+    pub(crate) fn root(&self) -> &str {
+        &self.root
+    }
+
+    /// Something that answers for it, and knows nothing of the files that another one has given out.
     ///
     /// # Errors
-    /// `/proc/self` cannot be opened.
-    pub fn new(root: &str) -> io::Result<Self> {
+    /// It is not there, or descriptors are short.
+    pub fn open(&self) -> io::Result<Handler> {
+        let mounts = fs::read("/proc/self/mountinfo")?;
+        let few_mounts = !self.follows_host && mounts.iter().filter(|&&b| b == b'\n').count() < MOUNTS_MAX;
         let config = Config {
-            root_dir: root.to_owned(),
+            root_dir: self.root.clone(),
             attr_timeout: Duration::ZERO,
             entry_timeout: Duration::ZERO,
             cache_policy: CachePolicy::Auto,
@@ -55,45 +95,29 @@ impl Tree {
             killpriv_v2: true,
             // Without it the names of created files would not be checked.
             do_import: true,
-            // Two mounts of one file are two files, as they are to the kernel.
-            enable_mntid: true,
+            // Else it remembers every file that there ever was, some 60 bytes each.
+            use_host_ino: few_mounts,
             ..Config::default()
         };
-        PassthroughFs::new(config).map(Self)
-    }
-
-    /// Opens the root.
-    ///
-    /// # Errors
-    /// There is nothing at its place.
-    pub fn open(self) -> io::Result<Handler> {
-        self.0.init(FsOptions::HANDLE_KILLPRIV_V2)?;
+        let tree = PassthroughFs::new(config)?;
+        tree.init(FsOptions::HANDLE_KILLPRIV_V2)?;
         Ok(Handler {
-            server: Server::new(self.0),
-            nowhere: File::options().write(true).open("/null")?,
+            server: Server::new(tree),
+            nowhere: File::options().write(true).open(NOWHERE)?,
+            read_only: self.read_only,
         })
     }
 }
 
-/// Answers messages; any number of threads at once.
+/// Answers messages; any number of threads at once. What it holds for the guest is given up with it.
 pub struct Handler {
     server: Server<PassthroughFs>,
     /// Where the library writes replies that are taken from its buffer instead.
     nowhere: File,
+    read_only: bool,
 }
 
 impl Handler {
-    /// A handler for tests, outside of a jail.
-    #[cfg(test)]
-    pub(crate) fn for_test(root: &std::path::Path) -> Self {
-        let tree = Tree::new(root.to_str().unwrap()).unwrap();
-        tree.0.init(FsOptions::HANDLE_KILLPRIV_V2).unwrap();
-        Self {
-            server: Server::new(tree.0),
-            nowhere: File::options().write(true).open("/dev/null").unwrap(),
-        }
-    }
-
     /// Answers `message`, whose header is `header`, into `reply`; returns the reply's length, 0 if there is none.
     pub fn answer(&self, header: RequestHeader, message: &mut [u8], reply: &mut [u8]) -> usize {
         let bare = |reply: &mut [u8], error| {
@@ -103,46 +127,60 @@ impl Handler {
                 REPLY_HEADER
             })
         };
-        match Opcode::from(header.opcode) {
+        let opcode = Opcode::from(header.opcode);
+        match opcode {
             Opcode::Init => return init(header, message, reply).unwrap_or_else(|| bare(reply, libc::EPROTO)),
             // What it held is given up when the stream ends.
             Opcode::Destroy => return bare(reply, 0),
-            Opcode::Lookup if is_dots(message) => return bare(reply, libc::EINVAL),
+            Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt | Opcode::NotifyReply => {
+                self.pass(message, reply);
+                return 0;
+            }
             _ => {}
         }
-        let entries = match Opcode::from(header.opcode) {
-            Opcode::Readdir => crate::dots::take(message, false),
-            Opcode::Readdirplus => crate::dots::take(message, true),
-            _ => Vec::new(),
+        if let Err(error) = check(opcode, message, self.read_only) {
+            return bare(reply, error);
+        }
+        let (listing, plus) = (matches!(opcode, Opcode::Readdir), matches!(opcode, Opcode::Readdirplus));
+        let entries = if listing || plus {
+            listing::take(message, plus)
+        } else {
+            Vec::new()
         };
-        let silent = matches!(
-            Opcode::from(header.opcode),
-            Opcode::Forget | Opcode::BatchForget | Opcode::Interrupt | Opcode::NotifyReply
-        );
-        if let Some(length) = reply.get_mut(..4) {
-            length.fill(0);
-        }
-        // Nothing that a guest sends may end the process: another volume of the same guest would end with it.
-        let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| self.pass(message, reply)));
-        if silent {
-            return 0;
-        }
-        if outcome.is_err() {
-            return bare(reply, libc::EIO);
+        // An entry that is gone before its attributes were read makes the library give up; next time it is not listed.
+        let attempts = if listing || plus { LISTING_ATTEMPTS } else { 1 };
+        for _ in 0..attempts {
+            if !self.pass(message, reply) {
+                return bare(reply, libc::EIO);
+            }
+            if reply.get(4..8) != Some(&(-libc::ENOENT).to_ne_bytes()) {
+                break;
+            }
         }
         let written = reply
             .get(..4)
             .and_then(|bytes| usize::try_from(u32::from_ne_bytes(bytes.try_into().ok()?)).ok())
             .unwrap_or(0);
-        if (REPLY_HEADER..=reply.len()).contains(&written) {
-            crate::dots::put(&entries, reply, written)
-        } else {
-            bare(reply, libc::EINVAL)
+        if !(REPLY_HEADER..=reply.len()).contains(&written) {
+            return bare(reply, libc::EINVAL);
         }
+        if listing {
+            listing::show_inodes(reply.get_mut(..written).unwrap_or_default());
+        }
+        listing::put(&entries, reply, written)
     }
 
-    /// Has the library answer into `reply`. Its writer is split first, for then it keeps what it writes in the buffer.
-    fn pass(&self, message: &mut [u8], reply: &mut [u8]) {
+    /// Has the library answer into `reply`, which begins with a length of 0 if it does not. `false`: it gave up with a panic.
+    fn pass(&self, message: &mut [u8], reply: &mut [u8]) -> bool {
+        if let Some(length) = reply.get_mut(..4) {
+            length.fill(0);
+        }
+        // Nothing that a guest sends may end the process: another volume of the same guest would end with it.
+        std::panic::catch_unwind(AssertUnwindSafe(|| self.ask(message, reply))).is_ok()
+    }
+
+    /// Has the library answer. Its writer is split first, for then it keeps what it writes in the buffer.
+    fn ask(&self, message: &mut [u8], reply: &mut [u8]) {
         let Ok(mut whole) = FuseDevWriter::<()>::new(self.nowhere.as_raw_fd(), reply) else {
             return;
         };
@@ -153,13 +191,6 @@ impl Handler {
         // An error here is one of the message, and whoever sent it gets one.
         let _ = self.server.handle_message(reader, writer.into(), None, None);
     }
-}
-
-/// Whether a LOOKUP asks for a directory's own name or its parent. No kernel of ours does, for files are not exported.
-fn is_dots(message: &[u8]) -> bool {
-    let name = message.get(REQUEST_HEADER..).unwrap_or_default();
-    let name = name.split(|&b| b == 0).next().unwrap_or_default();
-    name == b"." || name == b".."
 }
 
 /// Agrees on a protocol version and its features.
@@ -203,83 +234,12 @@ fn init(header: RequestHeader, message: &[u8], reply: &mut [u8]) -> Option<usize
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::frame::{MAX_MESSAGE, parse};
+    use std::os::unix::fs::MetadataExt;
+
     use proptest::prelude::*;
 
-    struct Peer {
-        handler: Handler,
-        reply: Vec<u8>,
-        _directory: tempfile::TempDir,
-        root: std::path::PathBuf,
-    }
-
-    impl Peer {
-        fn new() -> Self {
-            let directory = tempfile::tempdir().unwrap();
-            let root = directory.path().join("shared");
-            std::fs::create_dir(&root).unwrap();
-            Self {
-                handler: Handler::for_test(&root),
-                reply: vec![0; MAX_MESSAGE],
-                _directory: directory,
-                root,
-            }
-        }
-
-        /// Sends a message about `node`; returns error and body of the reply.
-        fn ask(&mut self, opcode: Opcode, node: u64, body: &[u8]) -> (i32, Vec<u8>) {
-            let mut message = vec![0; REQUEST_HEADER];
-            let length = u32::try_from(REQUEST_HEADER + body.len()).unwrap();
-            message[0..4].copy_from_slice(&length.to_ne_bytes());
-            message[4..8].copy_from_slice(&(opcode as u32).to_ne_bytes());
-            message[8..16].copy_from_slice(&9u64.to_ne_bytes());
-            message[16..24].copy_from_slice(&node.to_ne_bytes());
-            message.extend_from_slice(body);
-            let header = parse(&message).unwrap();
-            let length = self.handler.answer(header, &mut message, &mut self.reply);
-            if length == 0 {
-                return (0, Vec::new());
-            }
-            let reply = &self.reply[..length];
-            assert_eq!(parse(reply).unwrap().length, length);
-            assert_eq!(parse(reply).unwrap().unique, 9);
-            let error = i32::from_ne_bytes(reply[4..8].try_into().unwrap());
-            (-error, reply[REPLY_HEADER..].to_vec())
-        }
-
-        fn lookup(&mut self, node: u64, name: &str) -> (i32, u64) {
-            let (error, body) = self.ask(Opcode::Lookup, node, format!("{name}\0").as_bytes());
-            let found = body.get(..8).map_or(0, |b| u64::from_ne_bytes(b.try_into().unwrap()));
-            (error, found)
-        }
-
-        fn list(&mut self, size: u32) -> Vec<String> {
-            let (error, opened) = self.ask(Opcode::Opendir, 1, &[0; 8]);
-            assert_eq!(error, 0);
-            let mut names = Vec::new();
-            let mut offset = 0u64;
-            loop {
-                let mut body = opened[..8].to_vec();
-                body.extend(offset.to_ne_bytes());
-                body.extend(size.to_ne_bytes());
-                body.resize(40, 0);
-                let (error, listed) = self.ask(Opcode::Readdir, 1, &body);
-                assert_eq!(error, 0);
-                assert!(listed.len() <= size as usize);
-                if listed.is_empty() {
-                    return names;
-                }
-                let mut rest = listed.as_slice();
-                while !rest.is_empty() {
-                    offset = u64::from_ne_bytes(rest[8..16].try_into().unwrap());
-                    let length = u32::from_ne_bytes(rest[16..20].try_into().unwrap()) as usize;
-                    names.push(String::from_utf8(rest[24..24 + length].to_vec()).unwrap());
-                    rest = &rest[(24 + length).next_multiple_of(8)..];
-                }
-            }
-        }
-    }
+    use super::*;
+    use crate::testing::{Body, Entry, Peer};
 
     #[test]
     fn init_agrees_on_large_messages_and_no_caches() {
@@ -302,9 +262,9 @@ mod tests {
     #[test]
     fn nothing_outside_can_be_reached() {
         let mut peer = Peer::new();
-        std::fs::write(peer.root.join("../secret"), "x").unwrap();
+        fs::write(peer.root.join("../secret"), "x").unwrap();
         std::os::unix::fs::symlink("../secret", peer.root.join("link")).unwrap();
-        std::fs::create_dir(peer.root.join("inside")).unwrap();
+        fs::create_dir(peer.root.join("inside")).unwrap();
         let (error, inside) = peer.lookup(1, "inside");
         assert_eq!(error, 0);
         for name in ["..", ".", "../secret", "inside/../../secret", "/etc", "inside/.."] {
@@ -335,18 +295,76 @@ mod tests {
     }
 
     #[test]
-    fn listings_are_whole_at_any_size() {
+    fn listings_are_whole_at_any_size_and_show_the_inodes_of_the_host() {
         let mut peer = Peer::new();
+        let mut expected = Vec::new();
         for number in 0..40 {
-            std::fs::write(peer.root.join(format!("file-{number}")), "").unwrap();
+            let name = format!("file-{number}");
+            fs::write(peer.root.join(&name), "").unwrap();
+            let inode = fs::metadata(peer.root.join(&name)).unwrap().ino();
+            expected.push(Entry { name, inode });
         }
-        for size in [64, 72, 100, 4096, 65536] {
-            let mut names = peer.list(size);
-            assert_eq!(names[..2], [".", ".."]);
-            names.sort_unstable();
-            names.dedup();
-            assert_eq!(names.len(), 42, "size {size}");
+        expected.sort();
+        for (size, plus) in [
+            (64, false),
+            (72, false),
+            (100, false),
+            (65536, false),
+            (600, true),
+            (65536, true),
+        ] {
+            let mut entries = peer.list(size, plus);
+            assert_eq!((entries[0].name.as_str(), entries[1].name.as_str()), (".", ".."));
+            let mut entries = entries.split_off(2);
+            entries.sort();
+            assert_eq!(entries, expected, "size {size}");
         }
+    }
+
+    #[test]
+    fn a_listing_goes_on_when_files_disappear() {
+        let mut peer = Peer::new();
+        let root = peer.root.clone();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for number in 0.. {
+                    if stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        break;
+                    }
+                    let path = root.join(format!("comes and goes {}", number % 50));
+                    fs::write(&path, "").unwrap();
+                    fs::remove_file(&path).unwrap();
+                }
+            });
+            for round in 0..3000 {
+                peer.list(4096, round % 2 == 0);
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
+
+    #[test]
+    fn direct_io_needs_no_alignment() {
+        let mut peer = Peer::new();
+        let direct = libc::O_RDWR | libc::O_DIRECT;
+        let (node, handle) = peer.create("file", direct, 0o600);
+        assert_eq!(peer.write(node, handle, (0, direct), b"five."), 5);
+        assert_eq!(peer.read(node, handle, direct, 100), b"five.");
+    }
+
+    #[test]
+    fn what_is_read_only_cannot_be_changed_by_any_message() {
+        let mut peer = Peer::with(true);
+        fs::write(peer.root.join("file"), "kept").unwrap();
+        let (_, file) = peer.lookup(1, "file");
+        let refused =
+            |peer: &mut Peer, opcode, node, body: &[u8]| assert_eq!(peer.ask(opcode, node, body).0, libc::EROFS);
+        refused(&mut peer, Opcode::Unlink, 1, b"file\0");
+        refused(&mut peer, Opcode::Open, file, &libc::O_TRUNC.to_ne_bytes());
+        refused(&mut peer, Opcode::Setattr, file, &[0; 88]);
+        let opened = peer.must(Opcode::Open, file, Body::default().u32s(&[0, 0]));
+        assert_eq!(peer.read(file, crate::testing::first(&opened), 0, 100), b"kept");
     }
 
     proptest! {
@@ -354,12 +372,12 @@ mod tests {
         #[test]
         fn no_message_can_hurt(opcode in 1u32..60, node in 0u64..4, body in prop::collection::vec(any::<u8>(), 0..128)) {
             let mut peer = Peer::new();
-            std::fs::write(peer.root.join("a"), "content").unwrap();
+            fs::write(peer.root.join("a"), "content").unwrap();
             let outside = peer.root.join("../outside");
-            std::fs::write(&outside, "untouched").unwrap();
+            fs::write(&outside, "untouched").unwrap();
             let _ = peer.lookup(1, "a");
             let _ = peer.ask(Opcode::from(opcode), node, &body);
-            prop_assert_eq!(std::fs::read(&outside).unwrap(), b"untouched");
+            prop_assert_eq!(fs::read(&outside).unwrap(), b"untouched");
             let (error, _) = peer.lookup(1, "nothing");
             prop_assert_eq!(error, libc::ENOENT);
         }

@@ -10,17 +10,21 @@
 //! | [`server`] | the process |
 //! | [`jail`] | its root directory and privileges |
 //! | [`session`], [`frame`], [`handler`] | one stream: cut it into messages, answer each |
+//! | `check`, `listing` | what of a message the file operations may not see, and what they leave out of listings |
 
+mod check;
 pub mod control;
-mod dots;
 pub mod frame;
 pub mod handler;
 pub mod jail;
+mod listing;
 mod seccomp;
 pub mod server;
 pub mod session;
 #[expect(
     unsafe_code,
-    reason = "mount trees, securebits and received descriptors have no safe wrapper"
+    reason = "securebits and descriptors that were received or inherited have no safe wrapper"
 )]
 mod sys;
+#[cfg(test)]
+mod testing;

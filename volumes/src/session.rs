@@ -12,9 +12,11 @@ const AHEAD: usize = 64 * 1024;
 
 /// A connected stream and the tree that it is about.
 pub struct Session {
-    handler: Arc<Handler>,
+    handler: Handler,
     reading: Mutex<BufReader<UnixStream>>,
-    writing: Mutex<UnixStream>,
+    stream: UnixStream,
+    /// Held while a reply is written to the stream, so that it stays whole.
+    writing: Mutex<()>,
 }
 
 impl Session {
@@ -22,28 +24,29 @@ impl Session {
     ///
     /// # Errors
     /// The stream cannot be duplicated.
-    pub fn new(handler: Arc<Handler>, stream: UnixStream) -> io::Result<Self> {
+    pub fn new(handler: Handler, stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
-        let writing = Mutex::new(stream.try_clone()?);
-        let reading = Mutex::new(BufReader::with_capacity(AHEAD, stream));
+        let reading = Mutex::new(BufReader::with_capacity(AHEAD, stream.try_clone()?));
         Ok(Self {
             handler,
             reading,
-            writing,
+            stream,
+            writing: Mutex::default(),
         })
     }
 
     /// Serves with so many threads until the stream ends.
     ///
     /// # Errors
-    /// A thread cannot be started; those that were go on.
+    /// A thread cannot be started; then the stream is ended.
     pub fn start(self, threads: usize) -> io::Result<()> {
         let session = Arc::new(self);
         for _ in 0..threads {
-            let session = session.clone();
+            let serving = session.clone();
             std::thread::Builder::new()
                 .name("volume".into())
-                .spawn(move || session.serve())?;
+                .spawn(move || serving.serve())
+                .inspect_err(|_| session.end())?;
         }
         Ok(())
     }
@@ -53,9 +56,12 @@ impl Session {
         let mut message = vec![0; MAX_MESSAGE];
         let mut reply = vec![0; MAX_MESSAGE];
         while let Ok(true) = self.turn(&mut message, &mut reply) {}
-        // The other threads wait for a message that will not come.
-        let stream = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = stream.shutdown(std::net::Shutdown::Both);
+        self.end();
+    }
+
+    /// Threads that wait for a message see the end of the stream.
+    fn end(&self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
     fn turn(&self, message: &mut [u8], reply: &mut [u8]) -> io::Result<bool> {
@@ -67,8 +73,8 @@ impl Session {
         let message = message.get_mut(..header.length).unwrap_or_default();
         let length = self.handler.answer(header, message, reply);
         if length > 0 {
-            let mut stream = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-            stream.write_all(reply.get(..length).unwrap_or_default())?;
+            let _whole = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+            (&self.stream).write_all(reply.get(..length).unwrap_or_default())?;
         }
         Ok(true)
     }

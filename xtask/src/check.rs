@@ -15,11 +15,12 @@ const MAX_LINES: usize = 700;
 
 /// Which of our packages each may depend on. What is missing here may depend on none.
 const ARROWS: &[(&str, &[&str])] = &[
-    ("agent", &["netlink", "protocol"]),
+    ("agent", &["mounts", "netlink", "protocol"]),
     ("cli", &["checkpoint", "protocol"]),
     ("shim", &["checkpoint", "netlink", "protocol", "vmm", "volumes"]),
     ("snapshotter", &["checkpoint", "protocol"]),
     ("vmm", &["checkpoint"]),
+    ("volumes", &["mounts"]),
 ];
 
 /// Runs all checks, so that one run shows everything that is wrong.

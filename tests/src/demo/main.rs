@@ -1,7 +1,8 @@
 //! `ramet-demo`: a worker is provisioned once and forked twelve times, beside cold workers and plain containers.
 //!
 //! Runs as root on a machine with KVM, or in the lab, with a containerd and a snapshotter of its own under one directory.
-//! `ramet-demo compare` measures instead what must not change the time of a fork: the root filesystem, memory in use.
+//! `ramet-demo compare` measures instead what must not change the time of a fork: the root filesystem, memory in use;
+//! `ramet-demo volumes` measures files of the host in containers.
 
 mod bench;
 mod experiment;
@@ -9,14 +10,17 @@ mod memory;
 mod model;
 mod padding;
 mod report;
+mod volumes;
 mod worker;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 use e2e::private::PrivateNode;
+use serde::Serialize;
 
 use crate::experiment::Experiment;
 use crate::report::Report;
@@ -47,6 +51,8 @@ enum Command {
         /// In which
         what: bench::What,
     },
+    /// Files of the host in a container, beside runc's
+    Volumes,
 }
 
 fn main() -> ExitCode {
@@ -63,22 +69,36 @@ fn main() -> ExitCode {
 
 /// Answers whether everything that must hold held.
 fn run(args: &Args) -> Result<bool> {
+    if matches!(args.command, Some(Command::Volumes)) {
+        show(args, &on_a_node(args, |node| volumes::measure(node))?)?;
+        return Ok(true);
+    }
+    let report = on_a_node(args, |node| measure(args, node))?;
+    show(args, &report)?;
+    Ok(report.holds())
+}
+
+/// Measures on a node of its own.
+fn on_a_node<T>(args: &Args, work: impl FnOnce(&PrivateNode) -> Result<T>) -> Result<T> {
     say("starting a containerd and a snapshotter of our own");
     let node = PrivateNode::start(&args.dir)?;
-    let result = measure(args, &node);
+    let result = work(&node);
     if result.is_err() {
         for daemon in ["containerd", "snapshotter"] {
             eprintln!("--- end of the {daemon} log\n{}", node.log(daemon));
         }
     }
-    drop(node);
-    let report = result?;
+    result
+}
+
+/// Prints results, and writes them where that was asked for.
+fn show(args: &Args, results: &(impl Serialize + fmt::Display)) -> Result<()> {
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&report)?;
+        let text = serde_json::to_string_pretty(results)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    print!("{report}");
-    Ok(report.holds())
+    print!("{results}");
+    Ok(())
 }
 
 fn measure(args: &Args, node: &PrivateNode) -> Result<Report> {

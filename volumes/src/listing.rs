@@ -1,4 +1,4 @@
-//! `.` and `..` in listings: fuse-backend-rs leaves them out, and programs expect them.
+//! What fuse-backend-rs leaves out of listings, and programs expect: `.` and `..`, and inode numbers that are those of `stat`.
 
 use crate::frame::{REPLY_HEADER, REQUEST_HEADER};
 
@@ -8,6 +8,8 @@ const AFTER_DOT: u64 = 0x7fff_ffff_ffff_fff0;
 const AFTER_DOTS: u64 = 0x7fff_ffff_ffff_fff1;
 /// Length of a `fuse_dirent` with a name of up to 8 bytes.
 const ENTRY: usize = 32;
+/// Place of the name in it.
+const NAME: usize = 24;
 /// Length of the `fuse_entry_out` before it, in a listing with attributes. All zero: nothing is known of it.
 const ATTRIBUTES: usize = 128;
 /// What FUSE takes for an unknown inode number.
@@ -18,18 +20,17 @@ const ROOM: u32 = 512;
 const OFFSET: usize = REQUEST_HEADER + 8;
 const SIZE: usize = REQUEST_HEADER + 16;
 
+/// Inode numbers up to here are the library's own with something in the bits above, unless [`INVENTED`] is among those.
+const MAX_HOST_INODE: u64 = (1 << 47) - 1;
+const INVENTED: u64 = 1 << 55;
+
 /// Rewrites a READDIR or READDIRPLUS (`plus`) request that begins a listing: the library is asked for less, from the start. Returns the
 /// bytes of the entries to put before what it answers.
 pub(crate) fn take(message: &mut [u8], plus: bool) -> Vec<u8> {
-    let word = |at: usize| {
-        message
-            .get(at..at + 8)
-            .and_then(|b| Some(u64::from_ne_bytes(b.try_into().ok()?)))
-    };
     let size = message
         .get(SIZE..SIZE + 4)
         .and_then(|b| Some(u32::from_ne_bytes(b.try_into().ok()?)));
-    let (Some(offset), Some(size)) = (word(OFFSET), size) else {
+    let (Some(offset), Some(size)) = (word(message, OFFSET), size) else {
         return Vec::new();
     };
     let names: &[(&str, u64)] = match offset {
@@ -86,4 +87,27 @@ pub(crate) fn put(entries: &[u8], reply: &mut [u8], length: usize) -> usize {
         place.copy_from_slice(&number.to_ne_bytes());
     }
     whole
+}
+
+/// Gives the entries of a good READDIR reply the inode numbers that `stat` shows for them.
+pub(crate) fn show_inodes(reply: &mut [u8]) {
+    let good = reply.get(4..8).is_some_and(|error| error == [0; 4]);
+    let mut rest = if good { reply.get_mut(REPLY_HEADER..) } else { None };
+    while let Some(entry) = rest {
+        let (Some(inode), Some(length)) = (word(entry, 0), word(entry, 16)) else {
+            return;
+        };
+        // The length of the name is followed by the kind of the file.
+        let name = usize::try_from(length & u64::from(u32::MAX)).unwrap_or(usize::MAX);
+        if inode != UNKNOWN && inode & INVENTED == 0 {
+            let shown = (inode & MAX_HOST_INODE).to_ne_bytes();
+            entry.iter_mut().zip(shown).for_each(|(place, byte)| *place = byte);
+        }
+        let next = name.saturating_add(NAME).checked_next_multiple_of(8);
+        rest = next.and_then(|next| entry.get_mut(next..));
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_ne_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
