@@ -2,6 +2,7 @@
 
 mod balloon;
 mod common;
+mod many;
 
 use std::fs::File;
 use std::io::Write;

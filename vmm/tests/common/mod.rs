@@ -1,5 +1,6 @@
 //! Drives a `ramet-vmm` process over its control socket, as the shim does.
 
+pub(crate) mod many;
 pub(crate) mod script;
 
 use std::ffi::CString;
