@@ -11,7 +11,7 @@ use crate::support::ANSWER;
 const MIB: u64 = 1 << 20;
 
 /// A number in the metrics of a container, by the names on the way to it.
-fn metric(container: &Container, path: [&str; 2]) -> Result<u64> {
+pub(crate) fn metric(container: &Container, path: [&str; 2]) -> Result<u64> {
     let done = Node::shared()
         .ctr(["tasks", "metrics", "--format=json", container.id()])
         .succeed()?;

@@ -10,7 +10,7 @@
 //! | `odd_images.rs` | whiteouts, links, owners, names, many layers, users: as with runc |
 //! | `net.rs`, `hooks.rs` | networks; OCI hooks |
 //! | `snapshotter.rs` | layers, usage, removal, restarts |
-//! | `limits.rs`, `spec.rs` | limits and statistics; what the OCI spec asks for |
+//! | `limits.rs`, `memory.rs`, `spec.rs` | limits and statistics; freed memory; what the OCI spec asks for |
 //! | `nerdctl.rs` | what nerdctl's users do |
 //! | `errors.rs`, `crash.rs` | bad input; kill -9 of every process |
 //! | `examples.rs` | the examples do what they say |
@@ -28,6 +28,7 @@ mod fork;
 mod hooks;
 mod image;
 mod limits;
+mod memory;
 mod nerdctl;
 mod net;
 mod odd_images;

@@ -15,7 +15,7 @@ use seccompiler::{
 pub struct SeccompError(#[from] seccompiler::Error);
 
 /// What every thread needs to run, allocate and end.
-const COMMON: [i64; 26] = [
+const COMMON: [i64; 25] = [
     libc::SYS_brk,
     libc::SYS_clock_gettime,
     libc::SYS_clock_nanosleep,
@@ -26,7 +26,6 @@ const COMMON: [i64; 26] = [
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    libc::SYS_madvise,
     libc::SYS_membarrier,
     libc::SYS_mmap,
     libc::SYS_mprotect,
@@ -154,6 +153,15 @@ const VCPU_IOCTLS: [u64; 12] = [
     0xaead, // KVM_KVMCLOCK_CTRL
 ];
 
+/// What may be said of memory: that it is given back, wanted at once, or, by the C library, how a stack is kept.
+const ADVICE: [libc::c_int; 5] = [
+    libc::MADV_DONTNEED,
+    libc::MADV_NOHUGEPAGE,
+    libc::MADV_POPULATE_WRITE,
+    102, // MADV_GUARD_INSTALL
+    103, // MADV_GUARD_REMOVE
+];
+
 /// What a vCPU thread does beyond the common part: device registers are served on it.
 const VCPU: [i64; 3] = [libc::SYS_writev, libc::SYS_tgkill, libc::SYS_prctl];
 
@@ -192,6 +200,13 @@ impl Filter {
             requests.push(SeccompRule::new(vec![number.map_err(backend)?]).map_err(backend)?);
         }
         rules.insert(libc::SYS_ioctl, requests);
+        let mut advices = Vec::new();
+        for advice in ADVICE {
+            let advice = u64::from(advice.cast_unsigned());
+            let same = SeccompCondition::new(2, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, advice);
+            advices.push(SeccompRule::new(vec![same.map_err(backend)?]).map_err(backend)?);
+        }
+        rules.insert(libc::SYS_madvise, advices);
         let filter = SeccompFilter::new(rules, forbidden, SeccompAction::Allow, TargetArch::x86_64);
         Ok(Self(filter.and_then(TryInto::try_into).map_err(backend)?))
     }
@@ -209,6 +224,7 @@ impl Filter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::mapping;
 
     #[test]
     fn vcpu_threads_may_nothing_that_their_starter_may_not() {
@@ -227,6 +243,18 @@ mod tests {
             nix::sys::termios::tcgetattr(&file).err()
         });
         assert_eq!(refused.join().unwrap(), Some(nix::errno::Errno::EPERM));
+    }
+
+    #[test]
+    fn memory_may_be_given_back_and_brought_in() {
+        let region = vm_memory::MmapRegion::<()>::new(8192).unwrap();
+        let results = std::thread::spawn(move || {
+            let errno = SeccompAction::Errno(libc::EPERM.cast_unsigned());
+            let filter = Filter::compile(&[&COMMON, &SERVICE], &SERVICE_IOCTLS, errno).unwrap();
+            filter.install().unwrap();
+            [mapping::discard(&region, 0, 4096), mapping::populate(&region, 0, 4096)].map(|result| result.is_ok())
+        });
+        assert_eq!(results.join().unwrap(), [true, true]);
     }
 
     #[test]

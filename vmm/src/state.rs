@@ -14,8 +14,10 @@ use crate::devices::virtio::DeviceSetState;
 use crate::platform::SerialState;
 use crate::vcpu::state::VcpuState;
 
-/// Raised by every change of the saved structures or of [`crate::layout`].
-pub const VERSION: u32 = 1;
+/// Raised by every change of the saved structures or of [`crate::layout`]. 2: there may be a balloon.
+pub const VERSION: u32 = 2;
+/// The oldest version that means the same today: a machine of it has no balloon, and stays without.
+pub const OLDEST: u32 = 1;
 /// Largest state file that is read, in bytes.
 pub const MAX_BYTES: usize = 8 << 20;
 
@@ -34,7 +36,7 @@ pub enum StateError {
     Magic,
     /// It was made by another version.
     #[error(
-        "state file has version {0}, this VMM reads version {VERSION}; use the release that made the checkpoint, or make it again"
+        "state file has version {0}, this VMM reads versions {OLDEST} to {VERSION}; use the release that made the checkpoint, or make it again"
     )]
     Version(u32),
     /// It is cut short or has something after its end.
@@ -153,7 +155,7 @@ impl MachineState {
         let (Some(version), Some(length)) = (field(8, 4), field(16, 8)) else {
             return Err(short);
         };
-        if version != u64::from(VERSION) {
+        if !(u64::from(OLDEST)..=u64::from(VERSION)).contains(&version) {
             return Err(StateError::Version(u32::try_from(version).unwrap_or(u32::MAX)));
         }
         let expected = length.saturating_add((HEADER + CHECKSUM) as u64);
@@ -204,9 +206,17 @@ mod tests {
 
     #[test]
     fn another_version_is_named() {
-        assert!(
-            matches!(MachineState::decode(&sealed(VERSION + 1, b"{}")), Err(StateError::Version(v)) if v == VERSION + 1)
-        );
+        for version in [0, OLDEST - 1, VERSION + 1, u32::MAX] {
+            assert!(
+                matches!(MachineState::decode(&sealed(version, b"{}")), Err(StateError::Version(v)) if v == version)
+            );
+        }
+        for version in OLDEST..=VERSION {
+            assert!(matches!(
+                MachineState::decode(&sealed(version, b"{}")),
+                Err(StateError::Json(_))
+            ));
+        }
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Tiny guests on this machine's KVM: run, pause, save, restore, fork.
 
+mod balloon;
 mod common;
+mod many;
 
 use std::fs::File;
 use std::io::Write;
@@ -263,18 +265,35 @@ fn damaged_checkpoints_are_refused_by_name() -> Result<()> {
 
 /// Changes the contents of a state file and seals it again, as somebody forging a checkpoint would.
 fn forge(files: &Checkpoint, change: impl FnOnce(&mut serde_json::Value)) -> Result<()> {
-    let path = files.path("state");
-    let mut state: serde_json::Value = serde_json::to_value(MachineState::read_from(File::open(&path)?)?)?;
+    let mut state = serde_json::to_value(MachineState::read_from(File::open(files.path("state"))?)?)?;
     change(&mut state);
-    let json = serde_json::to_vec(&state)?;
+    seal(files, vmm::state::VERSION, &state)
+}
+
+/// Writes a state file of some version.
+fn seal(files: &Checkpoint, version: u32, state: &serde_json::Value) -> Result<()> {
+    let json = serde_json::to_vec(state)?;
     let mut bytes = b"RAMETVMS".to_vec();
-    bytes.extend_from_slice(&vmm::state::VERSION.to_le_bytes());
+    bytes.extend_from_slice(&version.to_le_bytes());
     bytes.extend_from_slice(&[0; 4]);
     bytes.extend_from_slice(&(json.len() as u64).to_le_bytes());
     bytes.extend_from_slice(&json);
     let sum = Sha256::digest(&bytes);
     bytes.extend_from_slice(&sum);
-    Ok(std::fs::write(path, bytes)?)
+    Ok(std::fs::write(files.path("state"), bytes)?)
+}
+
+/// A machine of the oldest version is one without a balloon.
+#[test]
+fn a_checkpoint_of_the_oldest_version_that_is_read_goes_on() -> Result<()> {
+    let (files, before) = saved_ticker(1)?;
+    let state = serde_json::to_value(MachineState::read_from(File::open(files.path("state"))?)?)?;
+    seal(&files, vmm::state::OLDEST, &state)?;
+    let console = tempfile::tempfile()?;
+    let vmm = spawn()?;
+    vmm.restore(&files, &[], &console)?;
+    assert_consecutive(&(before + &more_lines(&console, 5)?));
+    Ok(())
 }
 
 #[test]

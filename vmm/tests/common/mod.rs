@@ -1,5 +1,8 @@
 //! Drives a `ramet-vmm` process over its control socket, as the shim does.
 
+pub(crate) mod many;
+pub(crate) mod script;
+
 use std::ffi::CString;
 use std::fs::File;
 use std::io::Write;

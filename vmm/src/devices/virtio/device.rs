@@ -36,6 +36,7 @@ impl AnyModel {
             Self::Net(model) => model,
             Self::Vsock(model) => model.as_ref(),
             Self::Rng(model) => model,
+            Self::Balloon(model) => model,
         }
     }
 
@@ -45,6 +46,7 @@ impl AnyModel {
             Self::Net(model) => model,
             Self::Vsock(model) => model.as_mut(),
             Self::Rng(model) => model,
+            Self::Balloon(model) => model,
         }
     }
 
@@ -54,6 +56,7 @@ impl AnyModel {
             Self::Net(_) => ModelState::Net,
             Self::Vsock(vsock) => ModelState::Vsock(vsock.save()),
             Self::Rng(_) => ModelState::Rng,
+            Self::Balloon(_) => ModelState::Balloon,
         }
     }
 }
@@ -154,7 +157,7 @@ impl Device {
             match &mut inner.model {
                 AnyModel::Vsock(vsock) => vsock.activate_restored(&mut context),
                 AnyModel::Net(net) => net.drop_queued(&mut context),
-                AnyModel::Block(_) | AnyModel::Rng(_) => {}
+                AnyModel::Block(_) | AnyModel::Rng(_) | AnyModel::Balloon(_) => {}
             }
         }
         Ok(())

@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(registers.config::<4>(4000), [0; 4]);
         assert_eq!(registers.read(0xb0), u32::MAX);
         let mut outside = [0; 4];
-        set.mmio_read(0xd000_0000 + 2 * 0x1000, &mut outside);
+        set.mmio_read(0xd000_0000 + 3 * 0x1000, &mut outside);
         assert_eq!(outside, [0xff; 4]);
     }
 

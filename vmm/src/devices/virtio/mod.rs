@@ -1,4 +1,4 @@
-//! The virtio devices of one VM: block, network, vsock and entropy, behind virtio-mmio (version 2) registers.
+//! The virtio devices of one VM: block, network, vsock, entropy and balloon, behind virtio-mmio (version 2) registers.
 //!
 //! [`DeviceSet`] is the whole interface. Registers are served on the vCPU threads; every queue is served by one I/O thread, so
 //! "paused" means that this one thread stands still and nothing is in flight.
@@ -6,6 +6,7 @@
 //! Everything in guest memory is hostile: chains are walked with bounds, sizes are capped before use, and a queue that makes no
 //! sense stops its device (`DEVICE_NEEDS_RESET`) and nothing else.
 
+mod balloon;
 mod block;
 mod device;
 mod events;
@@ -120,7 +121,7 @@ pub struct Slot {
     pub size: u64,
     /// Interrupt line (edge-triggered).
     pub irq: u32,
-    /// For each queue, the value written to [`QUEUE_NOTIFY`] and the event that it means.
+    /// For each queue that is notified often, the value written to [`QUEUE_NOTIFY`] and the event that it means.
     pub notify: Vec<(u32, Arc<EventFd>)>,
     /// Raises the interrupt line.
     pub interrupt: Arc<EventFd>,

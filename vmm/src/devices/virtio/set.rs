@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::balloon::Balloon;
 use super::block::{Block, BlockState};
 use super::device::Device;
 use super::io_thread::{Gate, WAKE, Worker};
@@ -45,6 +46,7 @@ pub(super) enum ModelState {
     Net,
     Vsock(VsockState),
     Rng,
+    Balloon,
 }
 
 /// What is behind the registers.
@@ -54,6 +56,7 @@ pub(super) enum AnyModel {
     Net(NetModel),
     Vsock(Box<Vsock>),
     Rng(Rng),
+    Balloon(Balloon),
 }
 
 /// What the vCPU threads, the main thread and the I/O thread share.
@@ -81,8 +84,8 @@ fn system(what: &'static str) -> impl FnOnce(std::io::Error) -> DeviceError {
 }
 
 impl DeviceSet {
-    /// Makes the devices of a new machine, in this order: disks, networks, then vsock and entropy if `linux_devices`. Nothing is
-    /// served before [`Self::start`].
+    /// Makes the devices of a new machine, in this order: disks, networks, then vsock, entropy and balloon if `linux_devices`. Nothing
+    /// is served before [`Self::start`].
     ///
     /// # Errors
     /// When a file, tap or size cannot be used.
@@ -103,6 +106,7 @@ impl DeviceSet {
         if linux_devices {
             models.push(AnyModel::Vsock(Box::new(Vsock::new(events))));
             models.push(AnyModel::Rng(Rng));
+            models.push(AnyModel::Balloon(Balloon::default()));
         }
         Self::assemble(mem, models)
     }
@@ -129,6 +133,7 @@ impl DeviceSet {
                 ModelState::Net => AnyModel::Net(NetModel::new(nets.next().unwrap_or_else(Net::unplugged))?),
                 ModelState::Vsock(saved) => AnyModel::Vsock(Box::new(Vsock::restore(saved, events.clone()))),
                 ModelState::Rng => AnyModel::Rng(Rng),
+                ModelState::Balloon => AnyModel::Balloon(Balloon::default()),
             });
         }
         let left: Vec<String> = disks.into_iter().flatten().map(|disk| disk.id).collect();
@@ -188,10 +193,7 @@ impl DeviceSet {
                 base: MMIO_BASE + u64::from(number) * MMIO_SIZE,
                 size: MMIO_SIZE,
                 irq: FIRST_IRQ + number,
-                notify: (0u32..)
-                    .zip(device.notify())
-                    .map(|(queue, event)| (queue, Arc::clone(event)))
-                    .collect(),
+                notify: doorbells(device),
                 interrupt: device.interrupt(),
             })
             .collect()
@@ -327,6 +329,16 @@ impl DeviceSet {
         }
         self.shared.gate.wake();
     }
+}
+
+/// The notifications of a device that come without leaving the kernel. Each costs time at every restore, so a balloon, which is
+/// notified now and then, has none.
+fn doorbells(device: &Device) -> Vec<(u32, Arc<EventFd>)> {
+    if device.with_model(|model, _| matches!(model, AnyModel::Balloon(_))) {
+        return Vec::new();
+    }
+    let events = device.notify().iter().map(Arc::clone);
+    (0..).zip(events).collect()
 }
 
 fn restore_block(saved: &BlockState, disks: &mut [Option<Disk>]) -> Result<Block, DeviceError> {

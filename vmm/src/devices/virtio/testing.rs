@@ -81,6 +81,16 @@ impl Registers<'_> {
         self.read(0x70) & 8 != 0
     }
 
+    /// How many queues there are.
+    fn queues(&self) -> usize {
+        (0..)
+            .take_while(|queue| {
+                self.write(0x30, *queue);
+                self.read(0x34) > 0
+            })
+            .count()
+    }
+
     pub(super) fn set_up_queue(&self, queue: u32, size: u16, base: u64) {
         self.write(0x30, queue);
         self.write(0x38, size.into());
@@ -115,6 +125,17 @@ struct Ring {
     writable: HashMap<u16, Vec<(u64, usize)>>,
 }
 
+impl Ring {
+    /// Lets the device see a chain.
+    fn publish(&mut self, mem: &Memory, head: u16) {
+        let place = self.base + 0x2000 + 4 + u64::from(self.added % self.size) * 2;
+        mem.write_obj(head, GuestAddress(place)).unwrap();
+        self.added = self.added.wrapping_add(1);
+        mem.store(self.added, GuestAddress(self.base + 0x2000 + 2), Ordering::Release)
+            .unwrap();
+    }
+}
+
 /// Address of the rings of a queue of a device.
 fn ring_base(device: usize, queue: usize) -> u64 {
     0x10_0000 + (device as u64 * 4 + queue as u64) * 0x10_0000
@@ -133,7 +154,7 @@ impl Driver {
         assert!(registers.negotiate(offered));
         let mut queues = Vec::new();
         let slot = set.slots().remove(device);
-        for queue in 0..slot.notify.len() {
+        for queue in 0..registers.queues() {
             let base = ring_base(device, queue);
             registers.set_up_queue(queue as u32, size, base);
             assert_eq!(registers.read(0x44), 1);
@@ -176,6 +197,22 @@ impl Driver {
         let head = self.add_quietly(queue, readable, writable);
         self.notify(set, queue);
         head
+    }
+
+    /// Adds a chain of these ranges of memory, for the device to write to.
+    pub(super) fn add_ranges(&mut self, set: &DeviceSet, queue: usize, ranges: &[(u64, u32)]) {
+        let ring = &mut self.queues[queue];
+        let head = ring.next_descriptor;
+        for (number, (address, len)) in ranges.iter().enumerate() {
+            let index = ring.next_descriptor;
+            ring.next_descriptor = (index + 1) % ring.size;
+            let flags = if number + 1 < ranges.len() { NEXT | WRITE } else { WRITE };
+            let descriptor = (*address, *len, flags, ring.next_descriptor);
+            write_descriptor(&self.mem, ring.base, index, descriptor);
+        }
+        ring.writable.insert(head, Vec::new());
+        ring.publish(&self.mem, head);
+        self.notify(set, queue);
     }
 
     /// As [`Self::add`], but like Linux's driver it notifies the device only if that asked to hear of this chain (`avail_event`).
@@ -226,11 +263,7 @@ impl Driver {
             write_descriptor(mem, ring.base, index, descriptor);
         }
         ring.writable.insert(head, kept);
-        let place = ring.base + 0x2000 + 4 + u64::from(ring.added % ring.size) * 2;
-        mem.write_obj(head, GuestAddress(place)).unwrap();
-        ring.added = ring.added.wrapping_add(1);
-        mem.store(ring.added, GuestAddress(ring.base + 0x2000 + 2), Ordering::Release)
-            .unwrap();
+        ring.publish(mem, head);
         head
     }
 
