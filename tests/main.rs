@@ -3,6 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `pod.rs` | what any runtime does; each test runs with runc's shim and with ours |
+//! | `contract.rs` | the contract between containerd and a shim, without containerd |
 //! | `exec.rs`, `stdio.rs` | further processes; streams |
 //! | `volumes.rs` | host files and directories in containers |
 //! | `checkpoint.rs`, `fork.rs` | a running container becomes an image; the image runs as forks |
@@ -20,6 +21,7 @@
 mod support;
 
 mod checkpoint;
+mod contract;
 mod crash;
 mod errors;
 mod examples;

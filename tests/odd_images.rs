@@ -1,7 +1,10 @@
 //! Images of every odd kind run as they do with runc.
 
+use std::os::unix::fs::MetadataExt;
+
 use anyhow::{Result, ensure};
 use e2e::container::fresh_id;
+use e2e::elf::attribute_printer;
 use e2e::oci::{Compression, Image, Layer};
 use e2e::{Node, Runtime};
 use tar::EntryType;
@@ -91,17 +94,37 @@ with_each_runtime! {
         Imported::new(image, runtime)?.prints(runtime, script, &expected)
     }
 
-    fn file_capabilities_work(runtime) {
+    fn file_capabilities_work_and_other_attributes_are_kept(runtime) {
         // VFS_CAP_REVISION_2 with the effective bit; cap_net_bind_service (10) permitted.
         let capability = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
         let busybox = std::fs::read("/usr/bin/busybox")?;
         let mut layer = Layer::new();
         layer.directory("capable", 0o755)?;
         layer.file_with_xattr("capable/busybox", &busybox, "security.capability", &capability)?;
+        layer.file_with_xattr("coloured", b"", "user.colour", b"green")?;
+        layer.file("show", &attribute_printer("/coloured", "user.colour"), 0o755)?;
         let imported = Imported::new(Image::with_busybox()?.layer(layer)?, runtime)?;
-        let run = imported.run(runtime, "/capable/busybox grep CapEff /proc/self/status").flag("--user=1000:1000").flag("--allow-new-privs");
+        let script = "/capable/busybox grep CapEff /proc/self/status; /show; echo";
+        let run = imported.run(runtime, script).flag("--user=1000:1000").flag("--allow-new-privs");
         let lines = run.succeed()?.lines();
-        ensure!(lines == ["CapEff:\t0000000000000400"], "{lines:?}");
+        ensure!(lines == ["CapEff:\t0000000000000400", "green"], "{lines:?}");
+        Ok(())
+    }
+
+    /// containerd writes the zeros of a layer out when it unpacks it, so the large file is made in the container.
+    fn sparse_files_take_no_room(runtime) {
+        const ZEROS: u64 = 32 << 20;
+        let mut layer = Layer::new();
+        layer.file("zeros", &vec![0; usize::try_from(ZEROS)?], 0o644)?;
+        let imported = Imported::new(Image::with_busybox()?.layer(layer)?, runtime)?;
+        let script = "b=/bin/busybox; $b truncate -s 4G big && echo end >>big && $b tail -c 4 big; stat -c %s big zeros; \
+                      test $(stat -c %b big) -lt 2048 && echo sparse; $b tr -d '\\0' <zeros | wc -c";
+        imported.prints(runtime, script, &["end", "4294967300", "33554432", "sparse", "0"])?;
+        for snapshot in std::fs::read_dir(Node::shared().snapshotter_root().join("snapshots"))? {
+            if let Ok(image) = snapshot?.path().join("layer.erofs").metadata() {
+                ensure!(image.len() < ZEROS || image.blocks() * 512 < image.len() / 2, "{image:?}");
+            }
+        }
         Ok(())
     }
 

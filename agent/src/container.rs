@@ -251,13 +251,16 @@ impl Container {
     /// # Errors
     /// While it runs.
     pub async fn delete(&self, exec_id: &str) -> Result<(u32, Option<Exit>)> {
-        let _alone = self.changing.lock().await;
-        let (status, pid) = {
+        let look = || -> Result<(Status, u32)> {
             let mut processes = self.processes();
             let process = processes.get(exec_id)?;
             refused(process.status, Operation::Delete, exec_id)?;
-            (process.status, process.pid)
+            Ok((process.status, process.pid))
         };
+        // An exec that has ended need not wait for those that are being made; one that was never started may be among them.
+        let waits = exec_id.is_empty() || look()?.0 == Status::Created;
+        let _alone = if waits { Some(self.changing.lock().await) } else { None };
+        let (status, pid) = look()?;
         if exec_id.is_empty() {
             self.group.kill()?;
             if status == Status::Created {

@@ -328,6 +328,11 @@ impl Sandbox {
         }
         if !resumed {
             let action = if is_init { "start" } else { "exec" };
+            let _turn = if is_init {
+                None
+            } else {
+                Some(live.container.turn.lock().await)
+            };
             while_alive(vm, guest.start(&record.guest))
                 .await
                 .map_err(|e| launch::runtime(action, e))?;

@@ -144,6 +144,8 @@ pub struct Container {
     pub exec_prefix: String,
     /// Held by operations that must not overlap: start of init, delete, pause, checkpoint.
     pub operation: tokio::sync::Mutex<()>,
+    /// Held while the agent starts an exec: it starts one at a time, and the time that a call may take counts from its turn.
+    pub turn: tokio::sync::Mutex<()>,
     inner: Mutex<Inner>,
 }
 
@@ -179,6 +181,7 @@ impl Container {
             resume_after_thaw: new.resume_after_thaw,
             exec_prefix: new.exec_prefix,
             operation: tokio::sync::Mutex::new(()),
+            turn: tokio::sync::Mutex::new(()),
             inner: Mutex::new(Inner { life, processes }),
         }
     }

@@ -1,17 +1,19 @@
 //! What the end-to-end tests, the demo and the benchmarks share: a node with a containerd and our snapshotter, `ctr` with
 //! deadlines, containers that are removed when their guard is dropped, and the list of what was left behind.
 //!
-//! Everything goes through public doors: `ctr`, `ramet`, `/proc`. Nothing here links the programs it drives.
+//! Everything goes through public doors: `ctr`, `ramet`, the Task API, `/proc`. Nothing here links the programs it drives.
 
 pub mod cni;
 pub mod command;
 pub mod container;
+pub mod elf;
 pub mod images;
 pub mod leftovers;
 pub mod node;
 pub mod oci;
 pub mod private;
 pub mod session;
+pub mod shim;
 mod signals;
 
 pub use command::{Finished, Invocation};
