@@ -13,6 +13,7 @@ pub mod oci;
 pub mod private;
 pub mod session;
 mod signals;
+pub mod transcript;
 
 pub use command::{Finished, Invocation};
 pub use container::{Container, Run};
