@@ -14,7 +14,7 @@
 //! | `limits.rs`, `memory.rs`, `spec.rs` | limits and statistics; freed memory; what the OCI spec asks for |
 //! | `nerdctl.rs` | what nerdctl's users do |
 //! | `errors.rs`, `crash.rs` | bad input; kill -9 of every process |
-//! | `examples.rs` | the examples do what they say |
+//! | `examples.rs`, `using.rs` | the examples and the transcripts in docs/using/ are what happens |
 //! | `zz_leftovers.rs` | after all of it, nothing is left |
 
 #[macro_use]
@@ -38,5 +38,6 @@ mod pod;
 mod snapshotter;
 mod spec;
 mod stdio;
+mod using;
 mod volumes;
 mod zz_leftovers;

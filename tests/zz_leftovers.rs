@@ -12,10 +12,11 @@ fn nothing_is_left_behind() -> Result<()> {
     Ok(())
 }
 
-/// The bridge of a CNI network stays with its network. Unpacking an image for a second snapshotter, or importing one for a single test, adds what stays with the image.
+/// The bridges of CNI networks stay with these. Unpacking an image for a second snapshotter, or importing one for a single test, adds what stays with the image.
 fn is_of_a_test_image(line: &str) -> bool {
     line.starts_with("image: localhost/python:1")
         || line.ends_with(e2e::cni::BRIDGE)
+        || line.ends_with("nerdctl0")
         || line.starts_with("content: ")
         || line.starts_with("snapshot directory: ")
         || line.contains("snapshot of") && line.contains(": sha256:")

@@ -224,6 +224,16 @@ impl Agent {
         lock(&self.roots).get(id).map(|root| root.path.clone())
     }
 
+    /// Where the agent sees what a container wrote to its root filesystem.
+    ///
+    /// # Errors
+    /// When it has none.
+    pub fn upper_path(&self, id: &str) -> Result<PathBuf> {
+        let roots = lock(&self.roots);
+        let root = roots.get(id).map(Rootfs::upper);
+        root.ok_or_else(|| AgentError::not_found("root filesystem of container", id))
+    }
+
     /// Holds every container still for a checkpoint.
     ///
     /// # Errors

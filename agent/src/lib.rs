@@ -11,6 +11,7 @@ pub mod container_command;
 pub mod error;
 pub mod executor;
 pub mod fd;
+pub mod files;
 pub mod guest_service;
 pub mod in_root;
 pub mod init;

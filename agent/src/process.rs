@@ -169,6 +169,7 @@ impl Streams {
             StreamKind::Stdin => self.stdin.as_ref(),
             StreamKind::Stdout => self.stdout.as_ref(),
             StreamKind::Stderr => self.stderr.as_ref(),
+            StreamKind::Files => None,
         }
     }
 

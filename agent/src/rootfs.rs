@@ -92,7 +92,7 @@ async fn assemble(rootfs: &mut Rootfs, request: &PrepareContainerRequest) -> Res
         // The inode tables are zero already; writing them again would only fill the disk's overlay.
         rootfs.mount(Some(&disk), &writable, "ext4", MsFlags::empty(), Some("noinit_itable"))?;
     }
-    let (upper, work) = (writable.join("upper"), writable.join("work"));
+    let (upper, work) = (rootfs.upper(), writable.join("work"));
     // The merged root shows the upper directory's attributes: 0755, root. A flattened EROFS does not keep those of the layers.
     make_directory(&upper)?;
     make_directory(&work)?;
@@ -106,6 +106,11 @@ async fn assemble(rootfs: &mut Rootfs, request: &PrepareContainerRequest) -> Res
 }
 
 impl Rootfs {
+    /// The upper directory of the overlay: what the container wrote.
+    pub fn upper(&self) -> PathBuf {
+        self.directory.join("rw/upper")
+    }
+
     fn mount(
         &mut self,
         source: Option<&Path>,

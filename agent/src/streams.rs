@@ -1,14 +1,15 @@
-//! The stream port: each connection brings a header line, gets an answer line, and becomes one standard stream.
+//! The stream port: each connection brings a header line, gets an answer line, and becomes one standard stream, or brings files.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use protocol::StreamHeader;
+use protocol::{StreamHeader, StreamKind};
 
 use crate::agent::Agent;
 use crate::error::{AgentError, Result};
 use crate::fd::{Fd, Listener};
+use crate::files;
 
 /// Longest header line accepted, in bytes, with its newline.
 const MAX_HEADER: usize = 4096;
@@ -34,17 +35,40 @@ pub async fn serve(agent: Arc<Agent>, listener: Listener) -> io::Result<()> {
 
 async fn attach(agent: &Agent, connection: Fd) -> io::Result<()> {
     let (line, early) = read_line(&connection).await?;
-    match parse(&line).and_then(|header| agent.stream_port(&header)) {
+    let header = match parse(&line) {
+        Ok(header) if header.stream == StreamKind::Files => return send_files(agent, connection, &header).await,
+        header => header,
+    };
+    match header.and_then(|header| agent.stream_port(&header)) {
         Ok(port) => {
             connection.write_all(b"ok\n").await?;
             port.attach(connection, early, agent.epoch());
+            Ok(())
         }
-        Err(error) => {
-            let text = error.text().replace('\n', " ");
-            connection.write_all(format!("error: {text}\n").as_bytes()).await?;
-            connection.shutdown_write();
-        }
+        Err(error) => refuse(&connection, &error).await,
     }
+}
+
+async fn refuse(connection: &Fd, error: &AgentError) -> io::Result<()> {
+    let text = error.text().replace('\n', " ");
+    connection.write_all(format!("error: {text}\n").as_bytes()).await?;
+    connection.shutdown_write();
+    Ok(())
+}
+
+/// Sends what a container wrote, beside the event loop.
+async fn send_files(agent: &Agent, connection: Fd, header: &StreamHeader) -> io::Result<()> {
+    let upper = match agent.upper_path(&header.container_id) {
+        Ok(upper) => upper,
+        Err(error) => return refuse(&connection, &error).await,
+    };
+    connection.write_all(b"ok\n").await?;
+    let connection = connection.into_blocking()?;
+    tokio::task::spawn_blocking(move || {
+        if let Err(error) = files::send(&upper, connection) {
+            tracing::warn!("send files: {error}");
+        }
+    });
     Ok(())
 }
 

@@ -6,6 +6,8 @@
 //! ```text
 //! fs/  work/        upper and work directory of the host-side overlay
 //! rootfs.json       RootfsDescription, written by Prepare
+//! files.sock        (while a VM runs) its shim brings the container's files when asked, to
+//! files/            what the container wrote, as an upper directory; as old as the last time it was asked
 //! disk/             writable disk of the VM: <g>.data, <g>.bitmap for generation g; made by the shim, gone with the snapshot
 //! checkpoint/       a checkpoint being made or committed (manifest.json is renamed into place last)
 //! layer.erofs       (committed snapshots) the layer as an EROFS image, made by [`crate::layers`]
@@ -25,6 +27,13 @@ pub const FILE_NAME: &str = "rootfs.json";
 
 /// Directory of a checkpoint inside a committed snapshot directory.
 pub const CHECKPOINT_DIR: &str = "checkpoint";
+
+/// Socket in an active snapshot directory while its container has a virtual machine. Who connects gets one line when the container's
+/// files were brought to [`FILES_DIR`]: `ok`, or `error: <why>`.
+pub const FILES_SOCKET: &str = "files.sock";
+
+/// What the container wrote, as the upper directory of an overlay.
+pub const FILES_DIR: &str = "files";
 
 /// Where an unpacked checkpoint layer keeps its files, below `fs/`.
 pub const PACKED_DIR: &str = ".ramet";

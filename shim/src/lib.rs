@@ -9,6 +9,7 @@
 //! | [`vm`], [`vmm_process`], [`guest`], [`streams`], [`stdio`] | the VMM, the agent, and the bytes between containerd's FIFOs and the guest |
 //! | [`net`], [`hooks`] | the sandbox's network namespace, and its way into the machine; OCI hooks on this host |
 //! | [`volumes`] | host files and directories for the container; their server is this program again |
+//! | [`files`] | the container's files for this host |
 //! | [`events`] | ordered publisher of task events |
 //! | [`state_dir`], [`logging`], [`error`] | what is on disk while a sandbox lives; the log; every error and its gRPC code |
 
@@ -23,6 +24,7 @@ pub mod error;
 pub mod events;
 #[cfg(test)]
 mod fake;
+pub mod files;
 pub mod guest;
 pub mod hooks;
 pub mod launch;

@@ -4,6 +4,7 @@
 //! lock. What the guest or the VMM says by itself (exits, OOM kills, the machine's end) is awaited by tasks of their own.
 
 mod end;
+mod files;
 mod save;
 
 use std::path::{Path, PathBuf};
@@ -71,6 +72,8 @@ struct Live {
     hooks: Option<Hooks>,
     /// What the container sees of this host.
     volumes: Volumes,
+    /// What this host sees of the container's files.
+    files: Mutex<Option<crate::files::Server>>,
 }
 
 #[derive(Default)]
@@ -189,6 +192,7 @@ impl Sandbox {
             terminal: request.terminal,
         };
         let guest_init = launched.init.clone();
+        let files = self.serve_files(request, &launched);
         let container = Arc::new(Container::new(NewContainer {
             id: request.id.clone(),
             bundle: PathBuf::from(&request.bundle),
@@ -206,6 +210,7 @@ impl Sandbox {
             store: save::checkpoint_store(&request.rootfs, Path::new(&request.bundle)),
             hooks: launched.hooks,
             volumes: launched.volumes,
+            files: Mutex::new(files),
         });
         *self.slot() = Slot::Live(live.clone());
         self.publisher

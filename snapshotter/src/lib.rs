@@ -15,6 +15,7 @@
 
 pub mod background;
 pub mod filter;
+mod live;
 mod metadata;
 pub mod mounts;
 #[allow(warnings, clippy::all, clippy::pedantic)]

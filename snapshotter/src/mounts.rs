@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use checkpoint::rootfs::FILES_DIR;
+
 use crate::metadata::Kind;
 
 /// One mount, as in mount(8).
@@ -48,6 +50,22 @@ pub(crate) fn for_snapshot(kind: Kind, dir: &Path, lowers: &[PathBuf]) -> Mount 
                 options,
             }
         }
+    }
+}
+
+/// The mount of a container that runs in a virtual machine, whose files were brought to `dir`. Only for reading: the guest would not see
+/// what is written here. It does not name the snapshot directory, for it is no root filesystem to start from.
+pub(crate) fn of_running(dir: &Path, lowers: &[PathBuf]) -> Mount {
+    let layers: Vec<PathBuf> = std::iter::once(dir.join(FILES_DIR))
+        .chain(lowers.iter().cloned())
+        .collect();
+    let mut options = overlay_options();
+    options.push("ro".to_owned());
+    options.push(lower_option(&layers));
+    Mount {
+        kind: "overlay",
+        source: "overlay".to_owned(),
+        options,
     }
 }
 
@@ -99,6 +117,17 @@ mod tests {
             options.ends_with("workdir=/r/snapshots/9/work,upperdir=/r/snapshots/9/fs,lowerdir=/b:/a"),
             "{options}"
         );
+    }
+
+    #[test]
+    fn the_files_of_a_running_container_are_only_read() {
+        let mount = of_running(Path::new("/r/snapshots/9"), &lowers(&["/b", "/a"]));
+        let options = mount.options.join(",");
+        assert!(
+            options.ends_with("ro,lowerdir=/r/snapshots/9/files:/b:/a") && !options.contains("upperdir"),
+            "{options}"
+        );
+        assert_eq!(mount.source, "overlay");
     }
 
     #[test]

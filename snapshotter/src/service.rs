@@ -78,9 +78,10 @@ fn status_of(error: &StoreError) -> Status {
         StoreError::NotFound { .. } => Status::not_found(text),
         StoreError::Exists { .. } => Status::already_exists(text),
         StoreError::ParentNotCommitted { .. } | StoreError::Invalid { .. } => Status::invalid_argument(text),
-        StoreError::NotActive { .. } | StoreError::NotMountable { .. } | StoreError::HasChildren { .. } => {
-            Status::failed_precondition(text)
-        }
+        StoreError::NotActive { .. }
+        | StoreError::NotMountable { .. }
+        | StoreError::HasChildren { .. }
+        | StoreError::Running { .. } => Status::failed_precondition(text),
         StoreError::Io { .. } | StoreError::Describe(_) | StoreError::Metadata(_) => {
             tracing::error!(error = text, "call failed");
             Status::internal(text)

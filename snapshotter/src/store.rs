@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use checkpoint::rootfs::{self, RootfsDescription, RootfsError};
 
+use crate::live;
 use crate::metadata::{Info, Kind, Metadata, MetadataError, Record, Tables, Time, Usage};
 use crate::mounts::{self, Mount};
 use crate::usage;
@@ -77,6 +78,15 @@ pub enum StoreError {
         /// On what.
         path: PathBuf,
         /// Why it was refused.
+        #[source]
+        source: io::Error,
+    },
+    /// The files of a container that runs in a virtual machine.
+    #[error("read the files of container {name:?} in its virtual machine")]
+    Running {
+        /// The snapshot.
+        name: String,
+        /// Why they cannot be had.
         #[source]
         source: io::Error,
     },
@@ -182,10 +192,11 @@ impl Store {
         })
     }
 
-    /// The mounts of an active snapshot or view.
+    /// The mounts of an active snapshot or view. Those of a container that runs in a virtual machine show what it has written until now, and
+    /// are only for reading.
     ///
     /// # Errors
-    /// It is unknown or committed.
+    /// It is unknown or committed, or the virtual machine does not give its files.
     pub fn mounts(&self, key: &str) -> Result<Vec<Mount>, StoreError> {
         let mut chain = self.metadata.chain(key)?;
         if chain.is_empty() {
@@ -194,6 +205,14 @@ impl Store {
         let record = chain.remove(0);
         if record.kind == Kind::Committed {
             return Err(StoreError::NotMountable { name: key.to_owned() });
+        }
+        let dir = self.dirs.of(record.id);
+        let running = |source| StoreError::Running {
+            name: key.to_owned(),
+            source,
+        };
+        if record.kind == Kind::Active && live::bring(&dir).map_err(running)? {
+            return Ok(vec![mounts::of_running(&dir, &self.lowers_of(&record, &chain))]);
         }
         Ok(self.mounts_of(&record, &chain))
     }
@@ -402,14 +421,18 @@ impl Store {
     }
 
     fn mounts_of(&self, record: &Record, ancestors: &[Record]) -> Vec<Mount> {
+        let lowers = self.lowers_of(record, ancestors);
+        vec![mounts::for_snapshot(record.kind, &self.dirs.of(record.id), &lowers)]
+    }
+
+    fn lowers_of(&self, record: &Record, ancestors: &[Record]) -> Vec<PathBuf> {
         // A container sees the files of its image; a checkpoint layer holds the checkpoint and none of them. A view shows everything.
         let has_files = ancestors.iter().any(|ancestor| !ancestor.is_checkpoint);
-        let lowers: Vec<PathBuf> = ancestors
+        ancestors
             .iter()
             .filter(|ancestor| record.kind == Kind::View || !has_files || !ancestor.is_checkpoint)
             .map(|ancestor| self.dirs.of(ancestor.id).join("fs"))
-            .collect();
-        vec![mounts::for_snapshot(record.kind, &self.dirs.of(record.id), &lowers)]
+            .collect()
     }
 
     fn describe(&self, chain: &[Record]) -> RootfsDescription {

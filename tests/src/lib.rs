@@ -15,6 +15,7 @@ pub mod private;
 pub mod session;
 pub mod shim;
 mod signals;
+pub mod transcript;
 
 pub use command::{Finished, Invocation};
 pub use container::{Container, Run};

@@ -160,39 +160,15 @@ fn stop(child: Option<Child>, signal: Signal) -> Result<()> {
     Ok(())
 }
 
+/// The lab's configuration, with everything in one directory.
 fn containerd_config(directory: &Path) -> String {
+    let shared = include_str!("../lab/containerd.toml");
+    let socket = directory.join("s.sock").display().to_string();
+    let shared = shared.replace("/run/ramet-snapshotter/snapshotter.sock", &socket);
     let directory = directory.display();
+    // Keys come before tables.
     format!(
-        r#"version = 2
-root = "{directory}/root"
-state = "{directory}/state"
-disabled_plugins = [
-  "io.containerd.grpc.v1.cri", "io.containerd.internal.v1.opt", "io.containerd.internal.v1.tracing",
-  "io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.blockfile",
-  "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs",
-  "io.containerd.tracing.processor.v1.otlp",
-]
-
-[grpc]
-  address = "{directory}/c.sock"
-
-[ttrpc]
-  address = "{directory}/t.sock"
-
-[debug]
-  level = "info"
-
-[proxy_plugins.ramet]
-  type = "snapshot"
-  address = "{directory}/s.sock"
-
-[[plugins."io.containerd.transfer.v1.local".unpack_config]]
-  platform = "linux/amd64"
-  snapshotter = "overlayfs"
-
-[[plugins."io.containerd.transfer.v1.local".unpack_config]]
-  platform = "linux/amd64"
-  snapshotter = "ramet"
-"#
+        "root = \"{directory}/root\"\nstate = \"{directory}/state\"\n{shared}\n\
+         [grpc]\n  address = \"{directory}/c.sock\"\n[ttrpc]\n  address = \"{directory}/t.sock\"\n"
     )
 }

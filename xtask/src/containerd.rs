@@ -3,12 +3,12 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use crate::mirror;
+use crate::tools::go_build;
 use crate::workspace::{Workspace, execute, make_dir, say};
 
 /// What is taken of a release.
@@ -69,23 +69,11 @@ fn go(ws: &Workspace) -> Result<PathBuf> {
     let programs = ws.lab_dir()?.join("containerd-2");
     make_dir(&programs)?;
     say("building containerd 2 with Go");
-    let mut command = Command::new("go");
-    command
-        .current_dir(ws.root.join("tests/containerd-2"))
-        .env("CGO_ENABLED", "0")
-        .args([
-            "build",
-            "-trimpath",
-            "-tags=no_btrfs,no_zfs,no_devmapper",
-            "-ldflags=-s -w",
-        ])
-        .arg("-o")
-        .arg(&programs)
-        .args(
-            PROGRAMS
-                .iter()
-                .map(|name| format!("github.com/containerd/containerd/v2/cmd/{name}")),
-        );
-    execute(&mut command).context("containerd 2 needs a Go as new as tests/containerd-2/go.mod says")?;
+    let packages: Vec<String> = PROGRAMS
+        .iter()
+        .map(|name| format!("github.com/containerd/containerd/v2/cmd/{name}"))
+        .collect();
+    go_build(&ws.root.join("tests/containerd-2"), &programs, &packages)
+        .context("containerd 2 needs a Go as new as tests/containerd-2/go.mod says")?;
     Ok(programs)
 }

@@ -19,7 +19,7 @@ const PROGRAM: &str = "e2e";
 /// Checks that the other tests left nothing; runs at the end of every lab.
 const LEFTOVERS: &str = "zz_leftovers::";
 /// Tests that need `nerdctl` in the lab.
-const NERDCTL: &str = "nerdctl::";
+const NERDCTL: &[&str] = &["nerdctl::", "using::nerdctl"];
 /// How many tests one lab gets, roughly: modules are not divided.
 const TESTS_PER_LAB: usize = 10;
 
@@ -64,11 +64,12 @@ pub(crate) fn run(ws: &Workspace, suite: &Suite, summary: &mut Summary) -> Resul
     );
     let mut programs = suite.containerd.programs(ws)?;
     programs.push((PROGRAM.to_owned(), suite.program.clone()));
-    if tests.iter().any(|test| test.starts_with(NERDCTL)) {
+    let needs_nerdctl = |test: &str| NERDCTL.iter().any(|prefix| test.starts_with(prefix));
+    if tests.iter().any(|test| needs_nerdctl(test)) {
         match tools::nerdctl(ws) {
             Ok(path) => programs.push(("nerdctl".to_owned(), path)),
             Err(error) => {
-                let left_out = tests.extract_if(.., |test| test.starts_with(NERDCTL));
+                let left_out = tests.extract_if(.., |test| needs_nerdctl(test));
                 left_out.for_each(|test| summary.skip(test, format!("{error:#}")));
             }
         }

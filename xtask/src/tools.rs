@@ -1,11 +1,12 @@
 //! Programs of others that some end-to-end tests drive, built from Go modules whose versions `tests/tools/` pins.
 
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
-use crate::workspace::{Workspace, make_dir, say};
+use crate::workspace::{Workspace, execute, make_dir, say};
 
 /// Static `nerdctl`; built unless it was since its recipe changed.
 pub(crate) fn nerdctl(ws: &Workspace) -> Result<PathBuf> {
@@ -19,16 +20,25 @@ pub(crate) fn nerdctl(ws: &Workspace) -> Result<PathBuf> {
     }
     say("building nerdctl");
     make_dir(&ws.target.join("tools"))?;
-    let status = Command::new("go")
-        .current_dir(&recipe)
-        .env("CGO_ENABLED", "0")
-        .args(["build", "-trimpath", "-ldflags=-s -w", "-o"])
-        .arg(&program)
-        .arg("github.com/containerd/nerdctl/cmd/nerdctl")
-        .status()
-        .context("running go")?;
-    if !status.success() {
-        bail!("nerdctl does not build: go ended with {status}");
-    }
+    go_build(&recipe, &program, &["github.com/containerd/nerdctl/cmd/nerdctl"]).context("building nerdctl")?;
     Ok(program)
+}
+
+/// Builds static programs of the Go module in `module`, with what its `go.mod` pins. With several packages, `output` is a directory.
+pub(crate) fn go_build(module: &Path, output: &Path, packages: &[impl AsRef<OsStr>]) -> Result<()> {
+    let mut command = Command::new("go");
+    command
+        .current_dir(module)
+        .env("CGO_ENABLED", "0")
+        // Drivers of containerd's that need C libraries or that nobody asks for here; others ignore the tags.
+        .args([
+            "build",
+            "-trimpath",
+            "-tags=no_btrfs,no_zfs,no_devmapper",
+            "-ldflags=-s -w",
+            "-o",
+        ])
+        .arg(output)
+        .args(packages);
+    execute(&mut command)
 }

@@ -103,6 +103,7 @@ impl Sandbox {
     /// Lets the guest write its disks back, then ends the machine.
     async fn end_machine(&self, live: &Live, init: &Process) {
         let Ok(vm) = self.vm() else { return };
+        self.end_files(live).await;
         // The disk of a fork is dropped with it, and a fork's guest has more in it than this container.
         let clean = async {
             if live.container.fork.is_some() {
