@@ -1,10 +1,12 @@
 //! `ramet-demo`: a worker is provisioned once and forked twelve times, beside cold workers and plain containers.
 //!
 //! Runs as root on a machine with KVM, or in the lab, with a containerd and a snapshotter of its own under one directory.
-//! `ramet-demo compare` measures instead what must not change the time of a fork: the root filesystem, memory in use.
+//! `ramet-demo compare` measures instead what must not change the time of a fork: the root filesystem, memory in use;
+//! `ramet-demo measure` what is promised beside runc.
 
 mod bench;
 mod experiment;
+mod measure;
 mod memory;
 mod model;
 mod padding;
@@ -19,6 +21,7 @@ use clap::{Parser, Subcommand};
 use e2e::private::PrivateNode;
 
 use crate::experiment::Experiment;
+use crate::measure::Measured;
 use crate::report::Report;
 
 /// Forks of a warm worker, measured.
@@ -47,6 +50,19 @@ enum Command {
         /// In which
         what: bench::What,
     },
+    /// Our runtime beside runc's
+    Measure {
+        /// What
+        #[command(subcommand)]
+        subject: measure::Subject,
+    },
+    /// Makes load; what `measure` runs in containers
+    #[command(hide = true)]
+    Load {
+        /// Which
+        #[command(subcommand)]
+        load: measure::load::Load,
+    },
 }
 
 fn main() -> ExitCode {
@@ -63,37 +79,65 @@ fn main() -> ExitCode {
 
 /// Answers whether everything that must hold held.
 fn run(args: &Args) -> Result<bool> {
+    if let Some(Command::Load { load }) = &args.command {
+        measure::load::run(load)?;
+        return Ok(true);
+    }
     say("starting a containerd and a snapshotter of our own");
-    let node = PrivateNode::start(&args.dir)?;
-    let result = measure(args, &node);
+    let environment = match &args.command {
+        Some(Command::Measure { .. }) => measure::ENVIRONMENT.as_slice(),
+        _ => &[],
+    };
+    let node = PrivateNode::start_with(&args.dir, environment)?;
+    let result = results(args, &node);
     if result.is_err() {
         for daemon in ["containerd", "snapshotter"] {
             eprintln!("--- end of the {daemon} log\n{}", node.log(daemon));
         }
     }
     drop(node);
-    let report = result?;
+    let results = result?;
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&report)?;
+        let text = match &results {
+            Results::Forks(report) => serde_json::to_string_pretty(report)?,
+            Results::Measured(measured) => serde_json::to_string_pretty(measured)?,
+        };
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
     }
-    print!("{report}");
-    Ok(report.holds())
+    match results {
+        Results::Forks(report) => {
+            print!("{report}");
+            Ok(report.holds())
+        }
+        // Ratios are shown, not judged: they depend on the machine.
+        Results::Measured(measured) => {
+            print!("{measured}");
+            Ok(true)
+        }
+    }
 }
 
-fn measure(args: &Args, node: &PrivateNode) -> Result<Report> {
-    if let Some(Command::Compare { what }) = args.command {
-        return Ok(Report {
-            comparison: Some(bench::compare(node, what)?),
+/// What was found.
+enum Results {
+    Forks(Box<Report>),
+    Measured(Measured),
+}
+
+fn results(args: &Args, node: &PrivateNode) -> Result<Results> {
+    let report = match &args.command {
+        Some(Command::Measure { subject }) => return measure::measure(node, subject).map(Results::Measured),
+        Some(Command::Compare { what }) => Report {
+            comparison: Some(bench::compare(node, *what)?),
             ..Report::default()
-        });
-    }
-    Experiment {
-        node,
-        forks: args.forks,
-        cold: args.cold,
-    }
-    .run()
+        },
+        _ => Experiment {
+            node,
+            forks: args.forks,
+            cold: args.cold,
+        }
+        .run()?,
+    };
+    Ok(Results::Forks(Box::new(report)))
 }
 
 /// Says what is being done.
