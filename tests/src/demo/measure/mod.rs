@@ -70,8 +70,11 @@ pub(crate) enum Subject {
 /// Both runtimes, in the order in which they take turns.
 const BOTH: [Runtime; 2] = [Runtime::Runc, Runtime::Ramet];
 
-/// What the daemons of the node must have in their environment.
-pub(crate) const ENVIRONMENT: [(&str, &str); 1] = [("RAMET_LOG", "warn,shim=debug,vmm=debug")];
+/// What the daemons of the node must have in their environment. A guest that boots slowly is measured, too.
+pub(crate) const ENVIRONMENT: [(&str, &str); 2] = [
+    ("RAMET_LOG", "warn,shim=debug,vmm=debug"),
+    ("RAMET_BOOT_TIMEOUT", "180"),
+];
 
 /// Measures it.
 pub(crate) fn measure(node: &PrivateNode, subject: &Subject) -> Result<Measured> {

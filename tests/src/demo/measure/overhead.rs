@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::table::Memory;
 use super::timeline::of_day;
 
-/// Between two samples.
-const PERIOD: Duration = Duration::from_millis(20);
+/// Between two samples, at least.
+const PERIOD: Duration = Duration::from_millis(50);
+/// Sampling takes at most this part of the time.
+const SHARE: u32 = 20;
 const MIB: f64 = 1048576.0;
 
 /// Memory of one process, in bytes.
@@ -59,8 +61,9 @@ impl Sampler {
         let thread = thread::spawn(move || {
             let mut samples = Vec::new();
             while !asked.load(Ordering::Relaxed) {
+                let begun = Instant::now();
                 samples.extend(sample(&state));
-                thread::sleep(PERIOD);
+                thread::sleep(PERIOD.max(begun.elapsed() * SHARE));
             }
             samples
         });
