@@ -44,9 +44,9 @@ impl Subject {
     fn less(self) -> &'static [&'static str] {
         match self {
             Self::Boot => &["--rounds=3"],
-            Self::Exec => &["--parallel=20"],
-            Self::Io => &["--mib=32", "--operations=500"],
-            Self::Net => &["--mib=16", "--trips=500"],
+            Self::Exec => &["--rounds=5", "--parallel=10"],
+            Self::Io => &["--mib=16", "--operations=300", "--rounds=1"],
+            Self::Net => &["--mib=8", "--trips=300", "--rounds=2"],
         }
     }
 }

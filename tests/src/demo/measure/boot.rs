@@ -58,8 +58,7 @@ pub(super) fn measure(node: &PrivateNode, rounds: usize, idle: usize) -> Result<
     warm_up(node)?;
     let mut cold = Row::new("ctr run of `true`, cold", "ms", Some(Bar::AtMost(4.0)));
     let (mut stages, mut beside) = (Collected::default(), Collected::default());
-    for round in 1..=rounds {
-        say(format!("cold start {round} of {rounds}"));
+    for _ in 0..rounds {
         for runtime in BOTH {
             if !runtime.is_vm() {
                 let done = node.run(runtime, BUSYBOX, &["true"]).succeed()?;

@@ -23,7 +23,6 @@ pub(super) fn measure(node: &PrivateNode, rounds: usize, parallel: usize) -> Res
     let mut ctr = Row::new("  of which ctr: `ctr version`", "ms", None);
     // The first exec of each is not counted.
     for round in 0..=rounds {
-        say(format!("exec {round} of {rounds}"));
         for (runtime, container) in &containers {
             let done = container.exec(&["true"]).succeed()?;
             let client = node.ctr(["version"]).succeed()?;

@@ -48,8 +48,7 @@ pub(super) fn measure(node: &PrivateNode, mib: usize, operations: usize, rounds:
     ];
     let mut rows: Vec<Row> = kinds.iter().map(|(what, unit, _)| Row::new(what, unit, BAR)).collect();
     let mut output = Row::new(format!("{OUTPUT_MIB} MiB through stdout"), "MiB/s", BAR);
-    for round in 1..=rounds {
-        say(format!("round {round} of {rounds}"));
+    for _ in 0..rounds {
         for (row, (_, _, arguments)) in rows.iter_mut().zip(&kinds) {
             for (runtime, container) in &containers {
                 drop_caches()?;

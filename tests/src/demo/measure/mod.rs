@@ -20,6 +20,8 @@ use e2e::{Container, Runtime};
 
 pub(crate) use table::Measured;
 
+use crate::say;
+
 /// What is measured.
 #[derive(Clone, Debug, clap::Subcommand)]
 pub(crate) enum Subject {
@@ -100,6 +102,7 @@ fn measure_it(node: &PrivateNode, subject: &Subject) -> Result<Measured> {
 
 /// Puts a value where it belongs.
 fn note(row: &mut table::Row, runtime: Runtime, value: f64) {
+    say(format!("{}: {value:.1} {} {runtime:?}", row.what.trim(), row.unit));
     if runtime.is_vm() {
         row.ramet.push(value);
     } else {
