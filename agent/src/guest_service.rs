@@ -1,6 +1,7 @@
 //! The Guest service: unpacks requests, calls the agent, packs answers. No logic.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use protocol::containerd::protobuf::Enum;
@@ -28,6 +29,16 @@ impl GuestService {
     }
 }
 
+/// Steps as messages.
+fn told(steps: &Steps) -> Vec<guest::Step> {
+    let message = |(name, elapsed): (&str, Duration)| guest::Step {
+        name: name.to_owned(),
+        elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
+        ..Default::default()
+    };
+    steps.iter().map(message).collect()
+}
+
 #[async_trait]
 impl Guest for GuestService {
     async fn info(&self, _: &TtrpcContext, _: guest::InfoRequest) -> ttrpc::Result<guest::InfoResponse> {
@@ -36,6 +47,7 @@ impl Guest for GuestService {
             generation: protocol::GENERATION,
             kernel_release: name.release().to_string_lossy().into_owned(),
             renew_required: self.agent.hold().is_held(),
+            boot: crate::init::CAME_UP.get().map(told).unwrap_or_default(),
             ..Default::default()
         })
     }
@@ -102,14 +114,9 @@ impl Guest for GuestService {
             Ok((closed, steps, task_status(status)))
         })
         .await?;
-        let steps = steps.iter().map(|(name, elapsed)| guest::RenewStep {
-            name: name.to_owned(),
-            elapsed_us: u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX),
-            ..Default::default()
-        });
         Ok(guest::RenewResponse {
             closed_connections,
-            steps: steps.collect(),
+            steps: told(&steps),
             container_status: u32::try_from(status.value()).unwrap_or_default(),
             ..Default::default()
         })

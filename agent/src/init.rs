@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -16,6 +16,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::agent::Agent;
 use crate::cgroup::{self, Cgroup};
 use crate::fd::{Listener, knock};
+use crate::renew::Steps;
 
 /// Kernel modules in the initramfs, loaded in the order of their names.
 const MODULES: &str = "/modules";
@@ -35,6 +36,9 @@ const DESCRIPTORS: u64 = 65536;
 /// How long the answer to Shutdown may take to leave the machine.
 const LAST_WORDS: Duration = Duration::from_millis(100);
 
+/// How long the guest took to come up: the kernel from the start of its clock, then the agent. Only set in a guest.
+pub static CAME_UP: OnceLock<Steps> = OnceLock::new();
+
 /// Where the agent listens.
 #[derive(Clone, Debug)]
 pub enum Doors {
@@ -50,9 +54,11 @@ pub fn main() {
         eprintln!("ramet-agent: {panic}");
         power_off();
     }));
-    let result = bring_up().and_then(|()| {
+    let mut steps = Steps::default();
+    steps.note("kernel", since_boot());
+    let result = bring_up(&mut steps).and_then(|()| {
         log_to_console(kernel_log_level());
-        serve(Doors::Vsock)
+        serve_after(&Doors::Vsock, steps)
     });
     if let Err(error) = result {
         eprintln!("ramet-agent: {error:#}");
@@ -64,7 +70,11 @@ pub fn main() {
 ///
 /// # Errors
 /// When a listener cannot be made or breaks.
-pub fn serve(doors: Doors) -> Result<()> {
+pub fn serve(doors: &Doors) -> Result<()> {
+    serve_after(doors, Steps::default())
+}
+
+fn serve_after(doors: &Doors, mut steps: Steps) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -76,12 +86,15 @@ pub fn serve(doors: Doors) -> Result<()> {
         let agent = Arc::new(Agent::default());
         let mut children = signal(SignalKind::child()).context("watch for SIGCHLD")?;
         let mut terminate = signal(SignalKind::terminate()).context("watch for SIGTERM")?;
-        let (rpc, streams, volumes) = open(&doors).context("listen")?;
+        let (rpc, streams, volumes) = open(doors).context("listen")?;
         let mut rpc = tokio::spawn(crate::server::serve(agent.clone(), rpc));
         let mut streams = tokio::spawn(crate::streams::serve(agent.clone(), streams));
         let mut volumes = tokio::spawn(crate::volumes::serve(agent.clone(), volumes));
         if matches!(doors, Doors::Vsock) {
+            steps.done("services");
             report_ready().context("tell the host that the agent is ready")?;
+            steps.done("knock");
+            let _ = CAME_UP.set(steps);
         }
         loop {
             tokio::select! {
@@ -157,10 +170,17 @@ fn report_ready() -> io::Result<()> {
     }
 }
 
-fn bring_up() -> Result<()> {
+/// By the kernel's clock, which starts after its first steps.
+fn since_boot() -> Duration {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
+}
+
+fn bring_up(steps: &mut Steps) -> Result<()> {
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o022));
     load_modules().context("load kernel modules")?;
+    steps.done("modules");
     new_root().context("make the root directory")?;
+    steps.done("root directory");
     nix::unistd::sethostname("ramet").context("set the hostname")?;
     crate::network::loopback_up().context("bring up the loopback interface")?;
     Ok(())

@@ -12,7 +12,7 @@ fn main() -> ExitCode {
             init::log_to_console(tracing::Level::DEBUG);
             init::enable_controllers()
                 .map_err(Into::into)
-                .and_then(|()| init::serve(Doors::Unix(directory.into())))
+                .and_then(|()| init::serve(&Doors::Unix(directory.into())))
         }
         _ if std::process::id() == 1 => {
             init::main();

@@ -56,6 +56,11 @@ impl Steps {
         self.since = now;
     }
 
+    /// Adds a step that was measured elsewhere.
+    pub fn note(&mut self, name: &'static str, elapsed: Duration) {
+        self.done.push((name, elapsed));
+    }
+
     /// Name and duration of each.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, Duration)> {
         self.done.iter().copied()

@@ -8,6 +8,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 use protocol::containerd::bootstrap_api::BootstrapParams;
@@ -23,6 +24,8 @@ use crate::state_dir::socket_path;
 const GROUP_ANNOTATIONS: [&str; 2] = ["io.containerd.runc.v2.group", "io.kubernetes.cri.sandbox-id"];
 /// Largest standard input that is read, in bytes.
 const MAX_STDIN: u64 = 4 << 20;
+/// Name of the environment variable that tells the daemon when `start` began, in microseconds since 1970; for its log.
+pub const BEGAN: &str = "RAMET_SHIM_BEGAN";
 /// Name of the environment variable with containerd's event address.
 pub const TTRPC_ADDRESS: &str = "TTRPC_ADDRESS";
 
@@ -101,6 +104,7 @@ fn read_params(args: &Args) -> Option<BootstrapParams> {
 }
 
 fn start(args: &Args, bundle: &Path) -> anyhow::Result<String> {
+    let began = SystemTime::now();
     let params = read_params(args);
     let group = group_of(bundle).unwrap_or_else(|| args.id.clone());
     let socket = socket_path(&args.address, &args.namespace, &group);
@@ -113,7 +117,8 @@ fn start(args: &Args, bundle: &Path) -> anyhow::Result<String> {
         }
         None => bail!("a shim for {} is already listening on {}", args.id, socket.display()),
     };
-    let spawned = spawn_daemon(args, &group, params.as_ref(), listener).and_then(|()| write_address(bundle, &address));
+    let spawned =
+        spawn_daemon(args, &group, params.as_ref(), listener, began).and_then(|()| write_address(bundle, &address));
     if spawned.is_err() {
         let _ = fs::remove_file(&socket);
     }
@@ -145,6 +150,7 @@ fn spawn_daemon(
     group: &str,
     params: Option<&BootstrapParams>,
     listener: UnixListener,
+    began: SystemTime,
 ) -> anyhow::Result<()> {
     let me = std::env::current_exe().context("find this program")?;
     let mut command = Command::new(me);
@@ -158,7 +164,8 @@ fn spawn_daemon(
     {
         command.env(TTRPC_ADDRESS, &params.containerd_ttrpc_address);
     }
-    command.arg("daemon");
+    let began = began.duration_since(UNIX_EPOCH).unwrap_or_default();
+    command.arg("daemon").env(BEGAN, began.as_micros().to_string());
     let socket: std::os::fd::OwnedFd = listener.into();
     command.stdin(socket).stdout(Stdio::null()).stderr(Stdio::null());
     command.spawn().context("start the daemon")?;

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use protocol::containerd::ttrpc::asynchronous::Server;
@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use crate::args::Args;
 use crate::boot::GuestImage;
-use crate::bootstrap::TTRPC_ADDRESS;
+use crate::bootstrap::{BEGAN, TTRPC_ADDRESS};
 use crate::events::Publisher;
 use crate::hooks;
 use crate::launch::{HOOKS_MARK, Surroundings, read_spec};
@@ -101,7 +101,8 @@ async fn serve(args: &Args, bundle: &Path, listener: UnixListener, state: &State
         .add_listener(listener)
         .register_service(task_service::services(&sandbox));
     server.start().await.context("serve")?;
-    info!(id = args.id, namespace = args.namespace, "shim is up");
+    let since_start_us = since_start().as_micros();
+    info!(since_start_us, id = args.id, namespace = args.namespace, "shim is up");
     let mut terminate = signal(SignalKind::terminate()).context("catch SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("catch SIGINT")?;
     tokio::select! {
@@ -114,6 +115,15 @@ async fn serve(args: &Args, bundle: &Path, listener: UnixListener, state: &State
     // The answer to Shutdown is still on its way out.
     tokio::time::sleep(Duration::from_millis(20)).await;
     Ok(())
+}
+
+/// Since `start` began.
+fn since_start() -> Duration {
+    let began = std::env::var(BEGAN).ok().and_then(|micros| micros.parse().ok());
+    let began = began.map(|micros| UNIX_EPOCH + Duration::from_micros(micros));
+    began
+        .and_then(|began| SystemTime::now().duration_since(began).ok())
+        .unwrap_or_default()
 }
 
 /// The VMM is started before its machine is known, so that KVM is open by the time of Create. Only its network namespace must be known.

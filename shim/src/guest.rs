@@ -125,6 +125,9 @@ impl Guest {
                 ours: protocol::GENERATION,
             });
         }
+        for step in &info.boot {
+            debug!(us = step.elapsed_us, "guest step {:?}", step.name);
+        }
         Ok(info)
     }
 

@@ -12,7 +12,7 @@ use oci_spec::runtime::Spec;
 use protocol::containerd::api::{CreateTaskRequest, ExecProcessRequest, Status};
 use protocol::containerd::protobuf::well_known_types::any::Any;
 use protocol::guest::PrepareContainerRequest;
-use tracing::info;
+use tracing::{debug, info};
 use vmm::control::Request;
 
 use crate::boot::{self, GuestImage, Shape};
@@ -176,8 +176,12 @@ fn prepare(host: &Spec, rootfs: &Rootfs, bundle: &Path, pointer: &str) -> Result
     };
     let Some(checkpoint) = found else {
         let shape = Shape::of(host)?;
+        let begun = Instant::now();
         let images = rootfs::read_only_disk(rootfs, bundle)?;
+        debug!(elapsed = ?begun.elapsed(), "layer images");
+        let begun = Instant::now();
         let disk = boot::writable_disk(rootfs, bundle)?;
+        debug!(elapsed = ?begun.elapsed(), "writable disk");
         return Ok(Prepared::Cold { shape, images, disk });
     };
     let parent = checkpoint
@@ -218,7 +222,9 @@ impl Launch<'_> {
             .request(Request::Boot(boot), fds.into_inner())
             .await
             .map_err(explain)?;
+        debug!("machine started");
         self.wait_ready().await?;
+        debug!("agent is ready");
         let guest = Guest::new(self.vm.connect(protocol::ports::RPC).await?);
         let info = while_alive(self.vm, guest.info()).await?;
         info!(
@@ -404,6 +410,7 @@ impl Launch<'_> {
         let bundle = while_alive(self.vm, guest.prepare_container(&prepare))
             .await
             .map_err(|e| runtime("create", e))?;
+        debug!("root filesystem prepared");
         let mut create = CreateTaskRequest::new();
         create.id = guest_id.to_owned();
         create.bundle = bundle;

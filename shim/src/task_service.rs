@@ -60,6 +60,7 @@ async fn apart<T: Send + 'static>(
     let done = tokio::spawn(work)
         .await
         .unwrap_or_else(|e| Err(Error::Internal(e.to_string())));
+    debug!(call = name, "done");
     done.map_err(|error| {
         info!(call = name, error = error.text(), "refused");
         error.into()

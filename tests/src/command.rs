@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -115,6 +115,21 @@ impl Invocation {
             .with_context(|| format!("starting {}", self.describe()))
     }
 
+    /// Starts it with empty stdin; its stdout is the caller's to read.
+    pub fn stream(self) -> Result<Running> {
+        let mut child = self.spawn()?;
+        drop(child.stdin.take());
+        let stderr = read_all(child.stderr.take());
+        let stdout = child.stdout.take().context("the child has no stdout")?;
+        Ok(Running {
+            stdout,
+            child,
+            stderr,
+            what: self.describe(),
+            deadline: self.deadline,
+        })
+    }
+
     /// Runs it to its end, whatever its exit code.
     pub fn finish(self) -> Result<Finished> {
         let started = Instant::now();
@@ -195,6 +210,43 @@ impl Finished {
             );
         }
         Ok(self)
+    }
+}
+
+/// A command that runs. Dropping it kills it with everything it started.
+#[derive(Debug)]
+pub struct Running {
+    /// What it prints.
+    pub stdout: ChildStdout,
+    child: Child,
+    stderr: mpsc::Receiver<Vec<u8>>,
+    what: String,
+    deadline: Duration,
+}
+
+impl Running {
+    /// Waits for its end, once its stdout was read; exit code 0 is expected.
+    pub fn succeed(mut self) -> Result<()> {
+        let status = wait_within(&mut self.child, self.deadline)?;
+        let status = status.with_context(|| format!("{} did not end", self.what))?;
+        if !status.success() {
+            let stderr = self.stderr.recv().unwrap_or_default();
+            bail!(
+                "{} ended with {status}: {}",
+                self.what,
+                tail(&String::from_utf8_lossy(&stderr))
+            );
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            signals::kill_group(self.child.id());
+            let _ = self.child.wait();
+        }
     }
 }
 

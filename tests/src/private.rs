@@ -1,5 +1,6 @@
 //! A containerd and a snapshotter of one's own: empty stores, killable daemons, no trace of them afterwards.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::ops::Deref;
 use std::os::unix::net::UnixStream;
@@ -19,6 +20,7 @@ use crate::{signals, wait_until};
 pub struct PrivateNode {
     node: Node,
     directory: PathBuf,
+    environment: Vec<(String, OsString)>,
     containerd: Option<Child>,
     snapshotter: Option<Child>,
 }
@@ -33,6 +35,12 @@ impl Deref for PrivateNode {
 impl PrivateNode {
     /// Starts both daemons under `directory`, which is made, and must be short enough for socket paths.
     pub fn start(directory: &Path) -> Result<Self> {
+        Self::start_with(directory, &[])
+    }
+
+    /// The same with more in the environment of both daemons, which shims and VMMs inherit. With any of it, the logs of VMMs and
+    /// the consoles of guests are kept in [`Self::log_directory`].
+    pub fn start_with(directory: &Path, environment: &[(&str, &str)]) -> Result<Self> {
         if directory.as_os_str().len() > 60 {
             bail!(
                 "{} is too long a path for the sockets in it: at most 60 bytes",
@@ -42,9 +50,19 @@ impl PrivateNode {
         fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
         fs::write(directory.join("containerd.toml"), containerd_config(directory))?;
         let node = Node::new(directory.join("c.sock"), "default", directory.join("snapshotter"));
+        let log_directory = directory.join("logs");
+        let mut environment: Vec<(String, OsString)> = environment
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.into()))
+            .collect();
+        if !environment.is_empty() {
+            fs::create_dir_all(&log_directory).with_context(|| format!("creating {}", log_directory.display()))?;
+            environment.push(("RAMET_LOG_DIR".into(), log_directory.into()));
+        }
         let mut private = Self {
             node,
             directory: directory.into(),
+            environment,
             containerd: None,
             snapshotter: None,
         };
@@ -95,6 +113,19 @@ impl PrivateNode {
         tail(&fs::read_to_string(self.directory.join(format!("{daemon}.log"))).unwrap_or_default())
     }
 
+    /// A daemon's whole log.
+    pub fn whole_log(&self, daemon: &str) -> Result<String> {
+        let path = self.directory.join(format!("{daemon}.log"));
+        let bytes = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Where shims leave what their VMMs and guests wrote.
+    #[must_use]
+    pub fn log_directory(&self) -> PathBuf {
+        self.directory.join("logs")
+    }
+
     fn daemon(&self, mut command: Command, log: &str) -> Result<Child> {
         let path = self.directory.join(log);
         let file = File::options().create(true).append(true).open(&path)?;
@@ -102,6 +133,7 @@ impl PrivateNode {
             .stdin(Stdio::null())
             .stdout(file.try_clone()?)
             .stderr(file)
+            .envs(self.environment.iter().cloned())
             .process_group(0);
         command
             .spawn()

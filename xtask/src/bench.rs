@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use clap::{Subcommand, ValueEnum};
 use serde_json::{Map, Value};
 
+use crate::beside_runc::{self, Options, Subject};
 use crate::build;
 use crate::demo::Program;
 use crate::workspace::{Workspace, execute, say};
@@ -29,6 +30,14 @@ pub(crate) enum Bench {
         #[arg(long)]
         part: Option<Part>,
     },
+    /// A cold start beside runc's, stage by stage; host memory of an idle VM; starts beside ten idle containers
+    Boot(Options),
+    /// `ctr task exec` beside runc's, alone and many at once
+    Exec(Options),
+    /// Disk and output beside runc's
+    Io(Options),
+    /// TCP over a bridge beside runc's
+    Net(Options),
 }
 
 /// A part of the benchmark.
@@ -66,9 +75,19 @@ impl Part {
     }
 }
 
-/// Runs a benchmark. A part that fails does not keep the others from running.
+/// Runs a benchmark.
 pub(crate) fn run(ws: &Workspace, command: &Bench) -> Result<ExitCode> {
-    let Bench::Fork { json, no_build, part } = command;
+    match command {
+        Bench::Fork { json, no_build, part } => fork(ws, json.as_deref(), *no_build, *part),
+        Bench::Boot(options) => beside_runc::run(ws, Subject::Boot, options),
+        Bench::Exec(options) => beside_runc::run(ws, Subject::Exec, options),
+        Bench::Io(options) => beside_runc::run(ws, Subject::Io, options),
+        Bench::Net(options) => beside_runc::run(ws, Subject::Net, options),
+    }
+}
+
+/// A part that fails does not keep the others from running.
+fn fork(ws: &Workspace, json: Option<&Path>, no_build: bool, part: Option<Part>) -> Result<ExitCode> {
     let parts = part.map_or(Part::ALL.to_vec(), |part| vec![part]);
     let mut code = ExitCode::SUCCESS;
     let mut results = Map::new();
@@ -78,7 +97,7 @@ pub(crate) fn run(ws: &Workspace, command: &Bench) -> Result<ExitCode> {
         let _ = fs::remove_file(&file);
         let ended = match part {
             Part::Machine => machine(ws, &file)?,
-            _ => containers(ws, part, &file, *no_build || number > 1)?,
+            _ => containers(ws, part, &file, no_build || number > 1)?,
         };
         if ended != ExitCode::SUCCESS {
             code = ended;

@@ -1,12 +1,14 @@
 //! The guest image: Debian's kernel as ELF, and an initramfs with the agent and the modules that it loads.
 
+use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Result, ensure};
 
 use crate::base;
 use crate::cpio::Archive;
-use crate::workspace::{Workspace, list, make_dir, read, write_if_changed};
+use crate::workspace::{Workspace, execute, list, make_dir, read, write_if_changed};
 
 /// The two files that a VM boots from.
 pub(crate) struct GuestImage {
@@ -25,6 +27,14 @@ pub(crate) fn paths(ws: &Workspace) -> GuestImage {
     }
 }
 
+/// The program without its symbols: every byte of the initramfs is copied while the guest boots, and stays in its memory.
+fn without_symbols(ws: &Workspace, program: &Path) -> Result<Vec<u8>> {
+    let out = ws.target.join(format!("guest/init.tmp{}", std::process::id()));
+    let stripped = execute(Command::new("strip").arg("-o").arg(&out).arg(program)).and_then(|()| read(&out));
+    let _ = fs::remove_file(&out);
+    stripped
+}
+
 /// Builds the guest image around `init`, or around the built agent.
 pub(crate) fn build(ws: &Workspace, init: Option<&Path>) -> Result<GuestImage> {
     let agent = ws.program("ramet-agent");
@@ -35,17 +45,17 @@ pub(crate) fn build(ws: &Workspace, init: Option<&Path>) -> Result<GuestImage> {
         init.display()
     );
     let base = base::ensure(ws)?;
+    make_dir(&ws.target.join("guest"))?;
     let mut archive = Archive::new();
     for dir in ["dev", "proc", "sys", "run", "tmp", "modules"] {
         archive.dir(dir);
     }
     archive.character_device("dev/console", 0o600, 5, 1);
-    archive.file("init", 0o755, &read(init)?);
+    archive.file("init", 0o755, &without_symbols(ws, init)?);
     for module in list(&base.guest_modules())? {
         let name = module.file_name().unwrap_or_default().to_string_lossy().into_owned();
         archive.file(&format!("modules/{name}"), 0o644, &read(&module)?);
     }
-    make_dir(&ws.target.join("guest"))?;
     let image = paths(ws);
     write_if_changed(&image.kernel, &read(&base.vmlinux())?)?;
     write_if_changed(&image.initramfs, &archive.finish())?;

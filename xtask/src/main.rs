@@ -2,6 +2,7 @@
 
 mod base;
 mod bench;
+mod beside_runc;
 mod build;
 mod check;
 mod containerd;

@@ -1,11 +1,11 @@
 //! The end of processes, of the container and of its machine.
 
 use std::path::Path;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use protocol::containerd::events::task::TaskDelete;
 use protocol::containerd::topics;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 use vmm::control::Request;
 
 use super::{Live, Sandbox, Slot};
@@ -104,6 +104,7 @@ impl Sandbox {
     async fn end_machine(&self, live: &Live, init: &Process) {
         let Ok(vm) = self.vm() else { return };
         self.end_files(live).await;
+        let begun = Instant::now();
         // The disk of a fork is dropped with it, and a fork's guest has more in it than this container.
         let clean = async {
             if live.container.fork.is_some() {
@@ -115,8 +116,11 @@ impl Sandbox {
         if let Err(error) = while_alive(vm.as_ref(), clean).await {
             info!(%error, "the guest was not left in order");
         }
+        debug!(elapsed = ?begun.elapsed(), "guest left");
+        let begun = Instant::now();
         let _ = tokio::time::timeout(Duration::from_secs(2), vm.request(Request::Stop, Vec::new())).await;
         vm.kill().await;
+        debug!(elapsed = ?begun.elapsed(), "VMM ended");
     }
 
     /// Whether the shim may end: nothing is left, or it must.

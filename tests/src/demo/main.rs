@@ -2,10 +2,11 @@
 //!
 //! Runs as root on a machine with KVM, or in the lab, with a containerd and a snapshotter of its own under one directory.
 //! `ramet-demo compare` measures instead what must not change the time of a fork: the root filesystem, memory in use;
-//! `ramet-demo volumes` measures files of the host in containers.
+//! `ramet-demo measure` what is promised beside runc, and `ramet-demo volumes` files of the host in containers.
 
 mod bench;
 mod experiment;
+mod measure;
 mod memory;
 mod model;
 mod padding;
@@ -53,6 +54,19 @@ enum Command {
     },
     /// Files of the host in a container, beside runc's
     Volumes,
+    /// Our runtime beside runc's
+    Measure {
+        /// What
+        #[command(subcommand)]
+        subject: measure::Subject,
+    },
+    /// Makes load; what `measure` runs in containers
+    #[command(hide = true)]
+    Load {
+        /// Which
+        #[command(subcommand)]
+        load: measure::load::Load,
+    },
 }
 
 fn main() -> ExitCode {
@@ -67,21 +81,32 @@ fn main() -> ExitCode {
     }
 }
 
-/// Answers whether everything that must hold held.
+/// Answers whether everything that must hold held. Measured ratios are shown, not judged: they depend on the machine.
 fn run(args: &Args) -> Result<bool> {
-    if matches!(args.command, Some(Command::Volumes)) {
-        show(args, &on_a_node(args, |node| volumes::measure(node))?)?;
-        return Ok(true);
+    match &args.command {
+        Some(Command::Load { load }) => measure::load::run(load)?,
+        Some(Command::Volumes) => show(args, &on_a_node(args, &[], |node| volumes::measure(node))?)?,
+        Some(Command::Measure { subject }) => {
+            let measured = on_a_node(args, &measure::ENVIRONMENT, |node| measure::measure(node, subject))?;
+            show(args, &measured)?;
+        }
+        Some(Command::Compare { .. }) | None => {
+            let report = on_a_node(args, &[], |node| forks(args, node))?;
+            show(args, &report)?;
+            return Ok(report.holds());
+        }
     }
-    let report = on_a_node(args, |node| measure(args, node))?;
-    show(args, &report)?;
-    Ok(report.holds())
+    Ok(true)
 }
 
-/// Measures on a node of its own.
-fn on_a_node<T>(args: &Args, work: impl FnOnce(&PrivateNode) -> Result<T>) -> Result<T> {
+/// Measures on a node of its own, whose daemons have these variables.
+fn on_a_node<T>(
+    args: &Args,
+    environment: &[(&str, &str)],
+    work: impl FnOnce(&PrivateNode) -> Result<T>,
+) -> Result<T> {
     say("starting a containerd and a snapshotter of our own");
-    let node = PrivateNode::start(&args.dir)?;
+    let node = PrivateNode::start_with(&args.dir, environment)?;
     let result = work(&node);
     if result.is_err() {
         for daemon in ["containerd", "snapshotter"] {
@@ -101,7 +126,8 @@ fn show(args: &Args, results: &(impl Serialize + fmt::Display)) -> Result<()> {
     Ok(())
 }
 
-fn measure(args: &Args, node: &PrivateNode) -> Result<Report> {
+/// Forks: what must not change their time, or the whole experiment.
+fn forks(args: &Args, node: &PrivateNode) -> Result<Report> {
     if let Some(Command::Compare { what }) = args.command {
         return Ok(Report {
             comparison: Some(bench::compare(node, what)?),

@@ -16,18 +16,10 @@ const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 /// Makes `localhost/padded-MIB:1`: busybox and a file of that many MiB.
 pub(crate) fn image(node: &Node, scratch: &Path, mib: usize) -> Result<String> {
     let name = format!("localhost/padded-{mib}:1");
-    let base = node.manifest(BUSYBOX)?;
-    let config = blob(node, base["config"]["digest"].as_str().context("config digest")?)?;
-    let mut config: Value = serde_json::from_str(&config)?;
-    let diffs = config["rootfs"]["diff_ids"].as_array_mut().context("diff_ids")?;
-    let [parent] = diffs.as_slice() else {
-        bail!("{BUSYBOX} has {} layers instead of one", diffs.len())
-    };
-    let parent = parent.as_str().context("diff id")?.to_owned();
     // Never unpacked: the snapshot below stands for it.
     let layer = format!("stands for {mib} MiB");
+    let (base, config, parent) = with_layer(node, layer.as_bytes())?;
     let diff = digest(layer.as_bytes());
-    diffs.push(json!(diff));
 
     let key = format!("padding-{mib}");
     let snapshots = |arguments: &[&str]| {
@@ -43,11 +35,37 @@ pub(crate) fn image(node: &Node, scratch: &Path, mib: usize) -> Result<String> {
     snapshots(&["commit", &digest(format!("{parent} {diff}").as_bytes()), &key])?;
 
     let archive = scratch.join(format!("padded-{mib}.tar"));
-    write_archive(&archive, &name, &base, &config, &layer, node)?;
-    node.ctr(["images", "import", "--snapshotter", "ramet"])
-        .arg(&archive)
-        .succeed()?;
+    write_archive(&archive, &name, &base, &config, layer.as_bytes(), node)?;
+    import(node, &archive)?;
     Ok(name)
+}
+
+/// Makes an image of busybox and one more layer, given as a tar archive.
+pub(crate) fn image_with(node: &Node, name: &str, layer: &[u8]) -> Result<()> {
+    let scratch = tempfile::tempdir()?;
+    let (base, config, _) = with_layer(node, layer)?;
+    let archive = scratch.path().join("image.tar");
+    write_archive(&archive, name, &base, &config, layer, node)?;
+    import(node, &archive)
+}
+
+fn import(node: &Node, archive: &Path) -> Result<()> {
+    let import = node.ctr(["images", "import", "--snapshotter", "ramet"]);
+    import.arg(archive).succeed().map(drop)
+}
+
+/// Busybox's manifest, its config with one more layer, and the diff id of the one that it has.
+fn with_layer(node: &Node, layer: &[u8]) -> Result<(Value, Value, String)> {
+    let base = node.manifest(BUSYBOX)?;
+    let config = blob(node, base["config"]["digest"].as_str().context("config digest")?)?;
+    let mut config: Value = serde_json::from_str(&config)?;
+    let diffs = config["rootfs"]["diff_ids"].as_array_mut().context("diff_ids")?;
+    let [parent] = diffs.as_slice() else {
+        bail!("{BUSYBOX} has {} layers instead of one", diffs.len())
+    };
+    let parent = parent.as_str().context("diff id")?.to_owned();
+    diffs.push(json!(digest(layer)));
+    Ok((base, config, parent))
 }
 
 fn blob(node: &Node, digest: &str) -> Result<String> {
@@ -87,7 +105,7 @@ fn fill(path: &Path, mib: usize) -> Result<()> {
     Ok(())
 }
 
-fn write_archive(to: &Path, name: &str, base: &Value, config: &Value, layer: &str, node: &Node) -> Result<()> {
+fn write_archive(to: &Path, name: &str, base: &Value, config: &Value, layer: &[u8], node: &Node) -> Result<()> {
     let mut tar = tar::Builder::new(fs::File::create(to)?);
     let mut add = |path: &str, content: &[u8]| -> Result<()> {
         let mut header = tar::Header::new_gnu();
@@ -108,7 +126,7 @@ fn write_archive(to: &Path, name: &str, base: &Value, config: &Value, layer: &st
             .stdout;
         put(&content, layer["mediaType"].as_str().unwrap_or_default())?;
     }
-    layers.push(put(layer.as_bytes(), "application/vnd.oci.image.layer.v1.tar")?);
+    layers.push(put(layer, "application/vnd.oci.image.layer.v1.tar")?);
     let config = put(
         config.to_string().as_bytes(),
         "application/vnd.oci.image.config.v1+json",

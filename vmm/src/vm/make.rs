@@ -69,6 +69,7 @@ impl Machine {
     /// When the configuration is out of bounds, or KVM or a file does not do its part.
     pub fn boot(host: &Host, config: BootConfig, wiring: Wiring) -> Result<Self, VmError> {
         check_limits(&config)?;
+        let mut steps = Steps(Instant::now());
         let bare = Bare::new(host, config.vcpus, GuestMemory::new(config.memory_bytes)?)?;
         let mut cpuids = Vec::new();
         for (id, vcpu) in (0_u8..).zip(&bare.vcpus) {
@@ -77,6 +78,7 @@ impl Machine {
             cpuids.push(cpuid);
             set_local_interrupts(vcpu)?;
         }
+        steps.done("virtual machine made");
         let devices = if config.disks.is_empty() && config.nets.is_empty() && !config.linux_devices {
             None
         } else {
@@ -90,6 +92,7 @@ impl Machine {
             )?)
         };
         let acpi_devices = acpi_devices(devices.as_ref())?;
+        steps.done("devices made");
         let guest = boot::Guest {
             kernel: &config.kernel,
             initramfs: config.initramfs.as_ref(),
@@ -98,12 +101,14 @@ impl Machine {
             devices: &acpi_devices,
         };
         let loaded = boot::load(&bare.memory, guest)?;
+        steps.done("kernel loaded");
         if let Some(first) = bare.vcpus.first() {
             boot::set_entry_state(first, loaded.entry)?;
         }
         renew_generation(&bare.memory)?;
         let mut machine = bare.finish(host, cpuids, devices, wiring, None)?;
         machine.image_pages = loaded.mapped;
+        steps.done("vCPU threads started");
         Ok(machine)
     }
 
