@@ -7,7 +7,7 @@
 //! | a Create that fails leaves a shim that ends | `a_create_that_fails…` |
 //! | Create, Start, State, Pids, Stats, Update, Pause, Resume, Kill, Wait, Delete: answers, codes, order and times of events | `a_task_goes_through_its_states…` |
 //! | Exec, CloseIO, ResizePty: the same for further processes; init's exit is the last; a client that goes away hurts nobody | `processes::they_have…` |
-//! | many processes at once, and one after the other, leave nothing | `processes::hundreds…` |
+//! | many processes at once, and one after the other, leave nothing | `processes::hundreds…`, on demand |
 //! | `delete`: after a killed shim, again, without a bundle | `delete_cleans_up…` |
 //! | containerd restarts: Connect and Pids answer | `crash.rs` |
 //! | loggers, terminals of `ctr`, detaching | `stdio.rs` |

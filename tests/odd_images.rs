@@ -1,7 +1,5 @@
 //! Images of every odd kind run as they do with runc.
 
-use std::os::unix::fs::MetadataExt;
-
 use anyhow::{Result, ensure};
 use e2e::container::fresh_id;
 use e2e::elf::attribute_printer;
@@ -108,23 +106,6 @@ with_each_runtime! {
         let run = imported.run(runtime, script).flag("--user=1000:1000").flag("--allow-new-privs");
         let lines = run.succeed()?.lines();
         ensure!(lines == ["CapEff:\t0000000000000400", "green"], "{lines:?}");
-        Ok(())
-    }
-
-    /// containerd writes the zeros of a layer out when it unpacks it, so the large file is made in the container.
-    fn sparse_files_take_no_room(runtime) {
-        const ZEROS: u64 = 32 << 20;
-        let mut layer = Layer::new();
-        layer.file("zeros", &vec![0; usize::try_from(ZEROS)?], 0o644)?;
-        let imported = Imported::new(Image::with_busybox()?.layer(layer)?, runtime)?;
-        let script = "b=/bin/busybox; $b truncate -s 4G big && echo end >>big && $b tail -c 4 big; stat -c %s big zeros; \
-                      test $(stat -c %b big) -lt 2048 && echo sparse; $b tr -d '\\0' <zeros | wc -c";
-        imported.prints(runtime, script, &["end", "4294967300", "33554432", "sparse", "0"])?;
-        for snapshot in std::fs::read_dir(Node::shared().snapshotter_root().join("snapshots"))? {
-            if let Ok(image) = snapshot?.path().join("layer.erofs").metadata() {
-                ensure!(image.len() < ZEROS || image.blocks() * 512 < image.len() / 2, "{image:?}");
-            }
-        }
         Ok(())
     }
 

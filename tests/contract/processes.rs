@@ -15,37 +15,39 @@ use e2e::shim::{Lines, Shim, Stdio, code};
 
 use super::{SIGKILL, SIGTERM, running, status};
 
-with_each_runtime! {
-    fn they_have_streams_signals_and_exits_of_their_own(runtime) {
-        let shim = running(runtime)?;
-        a_process_reads_to_the_end_of_its_input(&shim)?;
-        a_terminal_has_the_size_that_is_set(&shim)?;
-        signals_do_what_the_process_lets_them(&shim)?;
-        let (fifo, reader) = a_reader_may_go_and_another_come(&shim)?;
-        init_ends_last(&shim)?;
-        drop((fifo, reader));
-        Ok(())
-    }
+/// With ours alone: runc's shim takes both outputs or none, and these name the one that is read.
+#[test]
+fn they_have_streams_signals_and_exits_of_their_own() -> Result<()> {
+    let shim = running(Runtime::Ramet)?;
+    a_process_reads_to_the_end_of_its_input(&shim)?;
+    a_terminal_has_the_size_that_is_set(&shim)?;
+    signals_do_what_the_process_lets_them(&shim)?;
+    let (fifo, reader) = a_reader_may_go_and_another_come(&shim)?;
+    init_ends_last(&shim)?;
+    drop((fifo, reader));
+    Ok(())
+}
 
-    fn hundreds_return_and_leave_nothing(runtime) {
-        let (at_once, in_turn) = if runtime == Runtime::Runc { (40, 20) } else { (200, 500) };
-        let shim = running(runtime)?;
-        return_at_once(&shim, at_once)?;
-        let before = Held::by(&shim)?;
-        let start = Instant::now();
-        for number in 0..in_turn {
-            let exec = format!("turn-{number}");
-            ensure!(run(&shim, &exec, &["true"], &Stdio::default())? == 0, "{exec}");
-        }
-        println!("{in_turn} processes in turn: {:?}", start.elapsed());
-        let mut after = before.clone();
-        let same = e2e::wait_until(Duration::from_secs(20), || {
-            after = Held::by(&shim).unwrap_or_default();
-            after.is_no_more_than(&before)
-        });
-        ensure!(same, "{before:?} became {after:?}");
-        Ok(())
+#[test]
+#[ignore = "not timed in the lab yet; its 700 processes may take minutes there"]
+fn hundreds_return_and_leave_nothing() -> Result<()> {
+    let (at_once, in_turn) = (200, 500);
+    let shim = running(Runtime::Ramet)?;
+    return_at_once(&shim, at_once)?;
+    let before = Held::by(&shim)?;
+    let start = Instant::now();
+    for number in 0..in_turn {
+        let exec = format!("turn-{number}");
+        ensure!(run(&shim, &exec, &["true"], &Stdio::default())? == 0, "{exec}");
     }
+    println!("{in_turn} processes in turn: {:?}", start.elapsed());
+    let mut after = before.clone();
+    let same = e2e::wait_until(Duration::from_secs(20), || {
+        after = Held::by(&shim).unwrap_or_default();
+        after.is_no_more_than(&before)
+    });
+    ensure!(same, "{before:?} became {after:?}");
+    Ok(())
 }
 
 /// Runs an exec to its end and removes it; its exit status.
