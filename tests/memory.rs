@@ -1,7 +1,7 @@
 //! Memory that a container frees goes back to the host.
 
 use anyhow::{Context, Result, ensure};
-use e2e::images::PYTHON;
+use e2e::images::{Archive, PYTHON};
 use e2e::{Container, Node, Runtime, Session};
 
 use crate::limits::metric;
@@ -88,6 +88,7 @@ impl Holder {
 #[test]
 fn what_a_container_frees_is_returned_and_forks_of_it_do_the_same() -> Result<()> {
     let node = Node::shared();
+    node.import(&Archive::Python)?;
     let mut parent = Holder::start(node, PYTHON, &["python3", "-c", HOLDER])?;
     parent.take_and_drop()?;
     let image = CheckpointImage::of(node, &parent.container)?;
