@@ -172,6 +172,7 @@ with_each_runtime! {
         ensure!(deleted.exit_status == 137 && deleted.exited_at.is_some(), "{deleted:?}");
         ensure!(e2e::wait_until(Duration::from_secs(20), || !is_alive(pid)), "process {pid} lives on");
         shim.delete_command()?;
+        ensure!(!runtime.is_vm() || !shim.socket().exists(), "the socket is left");
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         ensure!(!mounts.contains(shim.bundle().id()), "{mounts}");
         Ok(())

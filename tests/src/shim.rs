@@ -132,6 +132,10 @@ impl Drop for Shim {
             wait_until(END, || !self.is_alive());
         }
         let _ = self.bundle.delete().finish();
+        // A shim of runc's that was killed leaves it to whoever comes next under its name.
+        if !self.bundle.runtime().is_vm() {
+            let _ = std::fs::remove_file(&self.socket);
+        }
     }
 }
 
