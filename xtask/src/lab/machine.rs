@@ -27,6 +27,10 @@ fn cpus() -> u32 {
 }
 /// How long the lab may take to hand back its logs after a job that was ended early.
 const GRACE: Duration = Duration::from_secs(60);
+/// How often the lab is asked whether it is still there. The interrupt alone wakes an emulated processor that lost one of its timer's.
+const PING: Duration = Duration::from_secs(10);
+/// An emulated machine that answers nothing for so long has hung. Beside other work it may well be slow.
+const SILENCE: Duration = Duration::from_secs(300);
 
 /// The files of one lab.
 pub(crate) struct Config {
@@ -197,11 +201,24 @@ fn attempt(config: &Config, timeout: Duration) -> Result<(Ending, Vec<u8>)> {
 
     let mut end = Ending::default();
     let mut deadline = started + timeout;
+    let mut heard = Instant::now();
     loop {
-        match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        let wait = deadline.saturating_duration_since(Instant::now());
+        match lines.recv_timeout(if end.is_pinged() { wait.min(PING) } else { wait }) {
+            Ok(line) if line == "pong" => heard = Instant::now(),
             Ok(line) => {
+                heard = Instant::now();
                 writeln!(timing, "{:.2} {line}", started.elapsed().as_secs_f64()).context("writing timing.txt")?;
                 if end.take(&line) {
+                    break;
+                }
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) if Instant::now() < deadline => {
+                if is_emulated() && heard.elapsed() > SILENCE {
+                    say(format!("the emulated machine has hung for {} s", SILENCE.as_secs()));
+                    break;
+                }
+                if ctl.write_all(b"ping\n").is_err() {
                     break;
                 }
             }
@@ -248,6 +265,11 @@ impl Ending {
             _ => {}
         }
         false
+    }
+
+    /// The lab answers pings: its job runs.
+    fn is_pinged(&self) -> bool {
+        self.has_begun && self.code.is_none() && !self.is_timeout
     }
 
     /// The machine ended without a word.
