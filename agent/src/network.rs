@@ -409,13 +409,16 @@ mod tests {
         }
     }
 
-    #[test]
-    fn routes_without_gateway_come_first() {
-        let route = |destination: &str, gateway: &str| Route {
+    fn route(destination: &str, gateway: &str) -> Route {
+        Route {
             destination: destination.into(),
             gateway: gateway.into(),
             ..Default::default()
-        };
+        }
+    }
+
+    #[test]
+    fn routes_without_gateway_come_first() {
         let config = NetworkConfig {
             mac: "02:00:00:00:00:01".into(),
             addresses: vec![Address {
@@ -461,11 +464,6 @@ mod tests {
             let kind = Body::default().attribute(1, b"veth\0");
             let pair = Body::new(&[0; IFINFOMSG]).nested(IFLA_LINKINFO, &kind);
             netlink.request(libc::RTM_NEWLINK, CREATE_EXCL, &pair).ok()?;
-            let route = |destination: &str, gateway: &str| Route {
-                destination: destination.into(),
-                gateway: gateway.into(),
-                ..Default::default()
-            };
             let config = NetworkConfig {
                 mac: "02:00:00:00:00:01".into(),
                 mtu: 1400,
