@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -159,10 +159,12 @@ impl Receiver {
             .map_err(failed("give away", entry))?;
         if !matches!(entry.kind, Kind::SymbolicLink { .. }) {
             if !entry.xattrs.is_empty() {
-                let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+                // Only a reference: to open a device that the guest names could already do something to this host.
+                let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
                 let file = openat(parent, name, flags, Mode::empty()).map_err(failed("open", entry))?;
+                let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 for (name, value) in &entry.xattrs {
-                    rustix::fs::fsetxattr(&file, name.as_slice(), value, rustix::fs::XattrFlags::empty())
+                    rustix::fs::setxattr(&path, name.as_slice(), value, rustix::fs::XattrFlags::empty())
                         .map_err(failed("set an attribute of", entry))?;
                 }
             }
