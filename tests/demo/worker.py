@@ -355,6 +355,8 @@ def main():
         print("got", request["operation"], flush=True)
         answer = OPERATIONS[request["operation"]](request)
         print(json.dumps({**answer, "identity": identity()}), flush=True)
+    # Taking the interpreter down would write to every object, that is to most of the memory that a fork shares.
+    os._exit(0)
 
 
 if __name__ == "__main__":

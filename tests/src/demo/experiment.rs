@@ -139,9 +139,11 @@ impl Experiment<'_> {
         first.finish()?;
         for index in 0..self.forks {
             let task = task(index);
+            let before = self.yardstick()?;
             let mut fork = Worker::fork(self.node, WARM, &format!("fork-{index}"))?;
             let answer = fork.ask(&task.request)?;
             let ready = fork.ready_ms()?;
+            report.forks.yardstick_ms.push(f64::midpoint(before, self.yardstick()?));
             let fixed = answer["fixed"] == true;
             say(format!(
                 "fork {} ready after {ready:.0} ms: {} {}",
@@ -164,6 +166,12 @@ impl Experiment<'_> {
         Ok(())
     }
 
+    /// How long the same small thing takes now, in milliseconds: a client starts, asks containerd for its version, and ends. It
+    /// depends on the machine's speed at this moment and on nothing that a fork does.
+    fn yardstick(&self) -> Result<f64> {
+        Ok(self.node.ctr(["version"]).succeed()?.took.as_secs_f64() * 1000.0)
+    }
+
     /// One fork destroys all that it has; the next, made afterwards, has everything.
     fn isolation(&self, reference: &Value) -> Result<bool> {
         say("isolation: one fork deletes its files and overwrites its memory");
@@ -177,8 +185,7 @@ impl Experiment<'_> {
         ensure!(own != *reference, "the vandal sees no damage");
         let mut heir = Worker::fork(self.node, WARM, "fork-heir")?;
         let found = held(&heir.ask(&json!({ "operation": "inspect" }))?);
-        vandal.finish()?;
-        heir.finish()?;
+        Worker::finish_all(vec![vandal, heir])?;
         Ok(found == *reference)
     }
 
@@ -211,10 +218,7 @@ impl Experiment<'_> {
             report.unique_mib.push(mib(private.own));
             report.dirtied_mib.push(mib(private.guest));
         }
-        for worker in workers {
-            worker.finish()?;
-        }
-        Ok(())
+        Worker::finish_all(workers)
     }
 
     /// The parent still has all that it had, and still works; then it ends.

@@ -73,6 +73,8 @@ pub(crate) struct Forks {
     pub(crate) first_ms: f64,
     /// Start of `ctr run` to the first byte of the program that goes on.
     pub(crate) ready_ms: Vec<f64>,
+    /// A `ctr version` before and after each fork, their mean: what the machine's own speed did meanwhile.
+    pub(crate) yardstick_ms: Vec<f64>,
     /// All forks at once: until each has done its task.
     pub(crate) concurrent_total_ms: f64,
     /// Forks that did their task.
@@ -103,6 +105,11 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// How far apart values lie, as a part of the middle one.
+fn spread(values: &[f64]) -> f64 {
+    (largest(values) - smallest(values)) / median(values)
+}
+
 fn largest(values: &[f64]) -> f64 {
     values.iter().copied().fold(f64::NAN, f64::max)
 }
@@ -123,7 +130,6 @@ impl Report {
 
     fn rows(&self) -> Vec<Row> {
         let ready = median(&self.forks.ready_ms);
-        let spread = (largest(&self.forks.ready_ms) - smallest(&self.forks.ready_ms)) / ready;
         let mut rows = vec![
             Row::new(
                 "fork ready / cold worker ready (medians)",
@@ -140,7 +146,16 @@ impl Report {
                 ready / median(&self.runc.first_byte_ms),
                 None,
             ),
-            Row::new("spread of fork ready: (max - min) / median", spread, Some(0.3)),
+            Row::new(
+                "spread of fork ready: (max - min) / median",
+                spread(&self.forks.ready_ms),
+                Some(0.3),
+            ),
+            Row::new(
+                "  the same of `ctr version` beside them: the machine's own",
+                spread(&self.forks.yardstick_ms),
+                None,
+            ),
         ];
         let pause = self.parent.pause_ms / self.parent.memory_write_ms;
         rows.push(Row::new("parent's pause / writing its memory", pause, None));
@@ -244,6 +259,7 @@ impl fmt::Display for Report {
             list(&self.forks.ready_ms),
             self.forks.first_ms
         )?;
+        writeln!(f, "`ctr version` beside each, ms: {}", list(&self.forks.yardstick_ms))?;
         writeln!(
             f,
             "{} at once, all tasks done: {:.0} ms",
@@ -277,6 +293,11 @@ mod tests {
         assert!((median(&[3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
         assert!((median(&[4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-9);
         assert!(median(&[]).is_nan());
+    }
+
+    #[test]
+    fn the_spread_is_the_range_by_the_median() {
+        assert!((spread(&[110.0, 100.0, 90.0]) - 0.2).abs() < 1e-9);
     }
 
     #[test]

@@ -112,6 +112,14 @@ impl Worker {
         }
     }
 
+    /// Closes the stdin of each, then waits until all have ended and `ctr` has removed them.
+    pub(crate) fn finish_all(mut workers: Vec<Self>) -> Result<()> {
+        for worker in &mut workers {
+            worker.session.close_stdin();
+        }
+        workers.into_iter().try_for_each(Self::finish)
+    }
+
     /// Closes its stdin and waits until it has ended and `ctr` has removed it.
     pub(crate) fn finish(mut self) -> Result<()> {
         self.session.close_stdin();
