@@ -1,7 +1,6 @@
 //! Loads a Linux kernel: ELF image, initramfs, command line and `boot_params`, and the state of the vCPU that enters it in 64-bit mode.
 
 use std::fs::File;
-use std::ops::Range;
 
 use kvm_bindings::{kvm_fpu, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
@@ -22,9 +21,9 @@ pub enum BootError {
     /// The initramfs.
     #[error("load initramfs")]
     Initramfs(#[source] std::io::Error),
-    /// The initramfs cannot be mapped.
-    #[error("map initramfs")]
-    MapInitramfs(#[source] MemoryError),
+    /// The initramfs cannot be copied into guest memory.
+    #[error("copy initramfs")]
+    CopyInitramfs(#[source] MemoryError),
     /// Kernel and initramfs need more memory.
     #[error("kernel and initramfs ({needed} bytes) do not fit in guest memory ({available} bytes)")]
     TooSmall {
@@ -59,25 +58,16 @@ pub struct Guest<'a> {
     pub devices: &'a [MmioDevice],
 }
 
-/// A guest in memory.
-#[derive(Debug)]
-pub struct Loaded {
-    /// Entry point.
-    pub entry: u64,
-    /// Pages that are mapped from the files of the guest image.
-    pub mapped: Vec<Range<u64>>,
-}
-
-/// Puts everything into guest memory.
+/// Puts everything into guest memory; returns the entry point.
 ///
 /// # Errors
 /// When something does not fit or cannot be read.
-pub fn load(memory: &GuestMemory, guest: Guest<'_>) -> Result<Loaded, BootError> {
+pub fn load(memory: &GuestMemory, guest: Guest<'_>) -> Result<u64, BootError> {
     let map = memory.map();
-    let mut kernel = kernel::load(memory, guest.kernel)?;
+    let kernel = kernel::load(memory, guest.kernel)?;
     let low_end = memory.bytes().min(layout::HOLE_START);
     let initramfs = match guest.initramfs {
-        Some(file) => load_initramfs(memory, file, kernel.end, low_end, &mut kernel.mapped)?,
+        Some(file) => load_initramfs(memory, file, kernel.end, low_end)?,
         None => (0, 0),
     };
     if guest.command_line.len() >= layout::COMMAND_LINE_MAX || guest.command_line.contains('\0') {
@@ -93,20 +83,11 @@ pub fn load(memory: &GuestMemory, guest: Guest<'_>) -> Result<Loaded, BootError>
         GuestAddress(layout::ZERO_PAGE),
     )?;
     write_page_tables(map)?;
-    Ok(Loaded {
-        entry: kernel.entry,
-        mapped: kernel.mapped,
-    })
+    Ok(kernel.entry)
 }
 
 /// Puts the initramfs at the end of low memory; returns its address and size.
-fn load_initramfs(
-    memory: &GuestMemory,
-    file: &File,
-    kernel_end: u64,
-    low_end: u64,
-    mapped: &mut Vec<Range<u64>>,
-) -> Result<(u32, u32), BootError> {
+fn load_initramfs(memory: &GuestMemory, file: &File, kernel_end: u64, low_end: u64) -> Result<(u32, u32), BootError> {
     let size = file.metadata().map_err(BootError::Initramfs)?.len();
     let too_small = || BootError::TooSmall {
         needed: kernel_end.saturating_add(size),
@@ -116,11 +97,9 @@ fn load_initramfs(
     if start < kernel_end {
         return Err(too_small());
     }
-    mapped.push(
-        memory
-            .place_file(start, file, 0, size)
-            .map_err(BootError::MapInitramfs)?,
-    );
+    memory
+        .load_file(start, file, 0, size)
+        .map_err(BootError::CopyInitramfs)?;
     let small = |value: u64| u32::try_from(value).map_err(|_| too_small());
     Ok((small(start)?, small(size)?))
 }

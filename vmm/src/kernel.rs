@@ -1,6 +1,5 @@
-//! Puts an ELF kernel into guest memory, by mapping its file: pages the guest does not change are shared by all machines with that kernel.
-//!
-//! Like every file a machine maps, the kernel must be replaced by renaming, never by writing to it.
+//! Copies an ELF kernel into guest memory, into huge pages where the host has them. A kernel writes most of its pages while it starts: with
+//! its file mapped privately, each would be a fault for the read and another for the write.
 
 use std::fs::File;
 use std::io;
@@ -28,8 +27,8 @@ pub enum KernelError {
     /// It does not fit.
     #[error("kernel segment at {0:#x} lies outside of guest memory")]
     Outside(u64),
-    /// It cannot be mapped.
-    #[error("map kernel")]
+    /// It cannot be copied into guest memory.
+    #[error("copy kernel")]
     Memory(#[from] MemoryError),
 }
 
@@ -40,8 +39,6 @@ pub struct Kernel {
     pub entry: u64,
     /// End of its memory, where it grows to.
     pub end: u64,
-    /// Pages that are mapped from the file.
-    pub mapped: Vec<Range<u64>>,
 }
 
 /// A part to load.
@@ -68,11 +65,8 @@ pub fn load(memory: &GuestMemory, file: &File) -> Result<Kernel, KernelError> {
     let (entry, segments) = parse(file)?;
     let length = file.metadata()?.len();
     let limit = memory.bytes().min(HOLE_START);
-    let mut kernel = Kernel {
-        entry,
-        end: 0,
-        mapped: Vec::new(),
-    };
+    let mut kernel = Kernel { entry, end: 0 };
+    memory.prefer_huge_pages(span(&segments));
     for segment in &segments {
         let end = segment
             .end()
@@ -89,8 +83,7 @@ pub fn load(memory: &GuestMemory, file: &File) -> Result<Kernel, KernelError> {
             return Err(KernelError::Format("segment beyond the end of the file"));
         }
         kernel.end = kernel.end.max(end);
-        let pages = memory.place_file(segment.address, file, segment.offset, segment.file_bytes)?;
-        kernel.mapped.push(pages);
+        memory.load_file(segment.address, file, segment.offset, segment.file_bytes)?;
     }
     if !segments
         .iter()
@@ -99,6 +92,13 @@ pub fn load(memory: &GuestMemory, file: &File) -> Result<Kernel, KernelError> {
         return Err(KernelError::Format("entry point outside of every segment"));
     }
     Ok(kernel)
+}
+
+/// From the lowest address to the highest end; empty if a segment ends nowhere.
+fn span(segments: &[Segment]) -> Range<u64> {
+    let start = segments.iter().map(|segment| segment.address).min();
+    let end = segments.iter().map(|segment| segment.end().unwrap_or(0)).max();
+    start.unwrap_or(0)..end.unwrap_or(0)
 }
 
 /// Entry point and loadable segments.
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_pages_are_mapped_and_the_rest_is_copied() {
+    fn a_segment_is_copied_and_nothing_beyond_it() {
         let segment = Segment {
             offset: 4096,
             address: 0x10_0000,
@@ -204,7 +204,6 @@ mod tests {
         let memory = memory();
         let kernel = load(&memory, &file).unwrap();
         assert_eq!((kernel.entry, kernel.end), (0x10_0004, 0x10_5000));
-        assert!(kernel.mapped.iter().eq([&(0x100..0x102)]));
         let byte = |at: u64| memory.map().read_obj::<u8>(GuestAddress(at)).unwrap();
         assert_eq!(
             [byte(0x10_0000), byte(0x10_1fff), byte(0x10_2004), byte(0x10_2005)],

@@ -1,10 +1,9 @@
 //! Guest memory: made empty, or mapped privately from the memory files of a checkpoint.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 
 use checkpoint::memory::{Extent, MemoryIndex, PAGE_SIZE};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap};
@@ -30,9 +29,9 @@ pub enum MemoryError {
     /// The index does not fit the machine or the files.
     #[error("memory index: {0}")]
     Index(String),
-    /// Part of a file does not fit.
-    #[error("write to guest memory")]
-    Write(#[source] vm_memory::GuestMemoryError),
+    /// A file of the guest image could not be copied.
+    #[error("read file into guest memory")]
+    Load(#[source] vm_memory::GuestMemoryError),
     /// A piece of a file could not be mapped or examined.
     #[error("{operation}")]
     Io {
@@ -167,35 +166,34 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Puts part of a file at an address in low memory: whole pages are mapped privately, the rest is copied. Returns the mapped
-    /// pages. The caller has checked that the range lies in memory and in the file.
+    /// Copies part of a file to an address in low memory. The caller has checked that the range lies in memory and in the file.
     ///
     /// # Errors
-    /// When the file cannot be mapped or read.
-    pub(crate) fn place_file(
-        &self,
-        address: u64,
-        file: &File,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<Range<u64>, MemoryError> {
-        let first = address / PAGE_SIZE;
-        let aligned = offset.is_multiple_of(PAGE_SIZE) && address.is_multiple_of(PAGE_SIZE);
-        let pages = if aligned { bytes / PAGE_SIZE } else { 0 };
-        if pages > 0 {
-            self.map_file(first..first + pages, file, offset)?;
-        }
-        let mut rest = vec![0; usize::try_from(bytes - pages * PAGE_SIZE).unwrap_or(usize::MAX)];
-        let done = pages * PAGE_SIZE;
-        file.read_exact_at(&mut rest, offset + done)
-            .map_err(|source| MemoryError::Io {
-                operation: "read file into guest memory",
-                source,
-            })?;
+    /// When the file cannot be read.
+    pub(crate) fn load_file(&self, address: u64, mut file: &File, offset: u64, bytes: u64) -> Result<(), MemoryError> {
+        file.seek(SeekFrom::Start(offset)).map_err(|source| MemoryError::Io {
+            operation: "seek in the file of the guest image",
+            source,
+        })?;
+        let length = usize::try_from(bytes).unwrap_or(usize::MAX);
         self.map
-            .write_slice(&rest, GuestAddress(address + done))
-            .map_err(MemoryError::Write)?;
-        Ok(first..first + pages)
+            .read_exact_volatile_from(GuestAddress(address), &mut file, length)
+            .map_err(MemoryError::Load)
+    }
+
+    /// Asks for huge pages for what lies between two addresses in low memory, without its incomplete ones at both ends. A hint: a host
+    /// without them goes on without.
+    pub(crate) fn prefer_huge_pages(&self, addresses: Range<u64>) {
+        const HUGE: u64 = 2 << 20;
+        let limit = self.bytes.min(HOLE_START);
+        let first = addresses.start.min(limit).next_multiple_of(HUGE) / PAGE_SIZE;
+        let end = addresses.end.min(limit) / HUGE * HUGE / PAGE_SIZE;
+        for piece in self.pieces(first..end) {
+            let (offset, bytes) = (piece.offset * PAGE_SIZE, piece.pages * PAGE_SIZE);
+            if let Err(error) = mapping::prefer_huge_pages(&piece.region.get_mmap(), offset, bytes) {
+                tracing::debug!(%error, "no huge pages");
+            }
+        }
     }
 
     /// The pieces of a range of pages, in order.
@@ -280,6 +278,8 @@ pub fn ram_ranges(bytes: u64) -> Vec<Range<u64>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use checkpoint::memory::Source;
 
     use super::*;

@@ -169,7 +169,6 @@ impl Machine {
             }
         }
         let mut present = private;
-        present.extend(self.image_pages.iter().cloned());
         if let Some(base) = &self.base {
             present.extend(
                 base.index

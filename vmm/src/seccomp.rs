@@ -154,8 +154,9 @@ const VCPU_IOCTLS: [u64; 12] = [
 ];
 
 /// What may be said of memory: that it is given back, wanted at once, or, by the C library, how a stack is kept.
-const ADVICE: [libc::c_int; 5] = [
+const ADVICE: [libc::c_int; 6] = [
     libc::MADV_DONTNEED,
+    libc::MADV_HUGEPAGE,
     libc::MADV_NOHUGEPAGE,
     libc::MADV_POPULATE_WRITE,
     102, // MADV_GUARD_INSTALL
@@ -246,12 +247,17 @@ mod tests {
     }
 
     #[test]
-    fn memory_may_be_given_back_and_brought_in() {
+    fn memory_may_be_huge_given_back_and_brought_in() {
         let region = vm_memory::MmapRegion::<()>::new(8192).unwrap();
         let results = std::thread::spawn(move || {
             let errno = SeccompAction::Errno(libc::EPERM.cast_unsigned());
             let filter = Filter::compile(&[&COMMON, &SERVICE], &SERVICE_IOCTLS, errno).unwrap();
             filter.install().unwrap();
+            // A kernel without huge pages says so, which is not EPERM.
+            let huge = mapping::prefer_huge_pages(&region, 0, 4096)
+                .err()
+                .and_then(|error| error.raw_os_error());
+            assert_ne!(huge, Some(libc::EPERM));
             [mapping::discard(&region, 0, 4096), mapping::populate(&region, 0, 4096)].map(|result| result.is_ok())
         });
         assert_eq!(results.join().unwrap(), [true, true]);

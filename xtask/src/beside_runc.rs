@@ -43,7 +43,7 @@ impl Subject {
     /// Emulated machines are slow: less of everything.
     fn less(self) -> &'static [&'static str] {
         match self {
-            Self::Boot => &["--rounds=3"],
+            Self::Boot => &["--rounds=3", "--idle=5"],
             Self::Exec => &["--rounds=5", "--parallel=10"],
             Self::Io => &["--mib=16", "--operations=300", "--rounds=1"],
             Self::Net => &["--mib=8", "--trips=300", "--rounds=2"],
@@ -63,7 +63,7 @@ pub(crate) fn run(ws: &Workspace, subject: Subject, options: &Options) -> Result
         name: "bench",
         options: words,
         json: options.json.clone(),
-        timeout: Duration::from_secs(10 * 60),
+        timeout: Duration::from_secs(20 * 60),
     };
     program.run(ws, options.no_build)
 }

@@ -27,10 +27,16 @@ pub(crate) fn paths(ws: &Workspace) -> GuestImage {
     }
 }
 
-/// The program without its symbols: every byte of the initramfs is copied while the guest boots, and stays in its memory.
-fn without_symbols(ws: &Workspace, program: &Path) -> Result<Vec<u8>> {
-    let out = ws.target.join(format!("guest/init.tmp{}", std::process::id()));
-    let stripped = execute(Command::new("strip").arg("-o").arg(&out).arg(program)).and_then(|()| read(&out));
+/// A program or module without what only debuggers read: every byte of the initramfs is copied while the guest boots. A module loses its
+/// signature with it, which the guest would otherwise verify; what stands beside it in the initramfs is not signed either.
+fn stripped(ws: &Workspace, file: &Path) -> Result<Vec<u8>> {
+    let out = ws.target.join(format!("guest/stripped.tmp{}", std::process::id()));
+    let mut strip = Command::new("strip");
+    strip
+        .args(["--strip-unneeded", "--remove-section=.BTF", "-o"])
+        .arg(&out)
+        .arg(file);
+    let stripped = execute(&mut strip).and_then(|()| read(&out));
     let _ = fs::remove_file(&out);
     stripped
 }
@@ -51,10 +57,10 @@ pub(crate) fn build(ws: &Workspace, init: Option<&Path>) -> Result<GuestImage> {
         archive.dir(dir);
     }
     archive.character_device("dev/console", 0o600, 5, 1);
-    archive.file("init", 0o755, &without_symbols(ws, init)?);
+    archive.file("init", 0o755, &stripped(ws, init)?);
     for module in list(&base.guest_modules())? {
         let name = module.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        archive.file(&format!("modules/{name}"), 0o644, &read(&module)?);
+        archive.file(&format!("modules/{name}"), 0o644, &stripped(ws, &module)?);
     }
     let image = paths(ws);
     write_if_changed(&image.kernel, &read(&base.vmlinux())?)?;

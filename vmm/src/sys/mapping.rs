@@ -49,6 +49,14 @@ pub(crate) fn populate(region: &MmapRegion<()>, offset: u64, bytes: u64) -> io::
     advise(region, offset, bytes, libc::MADV_POPULATE_WRITE)
 }
 
+/// Asks for huge pages where they are not the host's default. Offset and length are multiples of the page size.
+///
+/// # Errors
+/// When the range does not lie in the region or the kernel has no transparent huge pages.
+pub(crate) fn prefer_huge_pages(region: &MmapRegion<()>, offset: u64, bytes: u64) -> io::Result<()> {
+    advise(region, offset, bytes, libc::MADV_HUGEPAGE)
+}
+
 /// Gives the memory of `bytes` at `offset` of the region back to the host. What was written there is lost: a page reads as the file that is
 /// mapped there, or as zero. Both are multiples of the page size.
 ///

@@ -104,7 +104,6 @@ impl Bare {
             platform,
             counts,
             running: false,
-            image_pages: Vec::new(),
             started: false,
             base,
             memory: self.memory,

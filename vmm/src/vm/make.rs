@@ -100,14 +100,13 @@ impl Machine {
             vcpus: config.vcpus,
             devices: &acpi_devices,
         };
-        let loaded = boot::load(&bare.memory, guest)?;
+        let entry = boot::load(&bare.memory, guest)?;
         steps.done("kernel loaded");
         if let Some(first) = bare.vcpus.first() {
-            boot::set_entry_state(first, loaded.entry)?;
+            boot::set_entry_state(first, entry)?;
         }
         renew_generation(&bare.memory)?;
-        let mut machine = bare.finish(host, cpuids, devices, wiring, None)?;
-        machine.image_pages = loaded.mapped;
+        let machine = bare.finish(host, cpuids, devices, wiring, None)?;
         steps.done("vCPU threads started");
         Ok(machine)
     }

@@ -190,8 +190,6 @@ pub struct Machine {
     running: bool,
     started: bool,
     pub(crate) base: Option<Base>,
-    /// Pages mapped from the guest image.
-    pub(crate) image_pages: Vec<std::ops::Range<u64>>,
     pub(crate) memory: GuestMemory,
 }
 
