@@ -100,11 +100,7 @@ fn run(args: &Args) -> Result<bool> {
 }
 
 /// Measures on a node of its own, whose daemons have these variables.
-fn on_a_node<T>(
-    args: &Args,
-    environment: &[(&str, &str)],
-    work: impl FnOnce(&PrivateNode) -> Result<T>,
-) -> Result<T> {
+fn on_a_node<T>(args: &Args, environment: &[(&str, &str)], work: impl FnOnce(&PrivateNode) -> Result<T>) -> Result<T> {
     say("starting a containerd and a snapshotter of our own");
     let node = PrivateNode::start_with(&args.dir, environment)?;
     let result = work(&node);
