@@ -76,8 +76,8 @@ pub mod limits {
     pub const VCPUS: std::ops::RangeInclusive<u8> = 1..=8;
     /// Guest memory in bytes; also a multiple of 2 MiB.
     pub const MEMORY: std::ops::RangeInclusive<u64> = (64 << 20)..=(16 << 30);
-    /// Block devices.
-    pub const DISKS: usize = 16;
+    /// Block devices: of the places for devices, vsock, network, entropy and balloon take four.
+    pub const DISKS: usize = 14;
 }
 
 /// A machine to boot.

@@ -164,6 +164,11 @@ impl Receiver {
                 let file = openat(parent, name, flags, Mode::empty()).map_err(failed("open", entry))?;
                 let path = format!("/proc/self/fd/{}", file.as_raw_fd());
                 for (name, value) in &entry.xattrs {
+                    match fate(name, &entry.kind) {
+                        Fate::Set => {}
+                        Fate::Drop => continue,
+                        Fate::Refuse => return Err(ReceiveError::Rule("an attribute that is the host's own")),
+                    }
                     rustix::fs::setxattr(&path, name.as_slice(), value, rustix::fs::XattrFlags::empty())
                         .map_err(failed("set an attribute of", entry))?;
                 }
@@ -225,6 +230,27 @@ impl Receiver {
                 opened => return opened,
             }
         }
+    }
+}
+
+/// What becomes of an extended attribute that a guest sends.
+#[derive(Debug, PartialEq, Eq)]
+enum Fate {
+    Set,
+    Drop,
+    Refuse,
+}
+
+/// A layer carries what users and image builders set. `trusted` attributes direct the host's overlayfs (a redirect would show another
+/// directory of the host's layers), and no agent of ours sends any but the mark of an opaque directory. The rest of `security` and
+/// `system` is the policy of the machine that set it.
+fn fate(name: &[u8], kind: &Kind) -> Fate {
+    match name {
+        b"security.capability" | b"system.posix_acl_access" | b"system.posix_acl_default" => Fate::Set,
+        b"trusted.overlay.opaque" if *kind == Kind::Directory => Fate::Set,
+        _ if name.starts_with(b"user.") => Fate::Set,
+        _ if name.starts_with(b"trusted.") => Fate::Refuse,
+        _ => Fate::Drop,
     }
 }
 
@@ -362,6 +388,31 @@ mod tests {
         symlink(outside.path().join("new"), target.path().join("file")).unwrap();
         assert!(take(target.path(), &[(entry("file", file()), b"text")]).is_err());
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn attributes_that_direct_the_host_are_refused() {
+        let (file, directory) = (Kind::File { size: 0 }, Kind::Directory);
+        for name in ["user.colour", "security.capability", "system.posix_acl_access"] {
+            assert_eq!(fate(name.as_bytes(), &file), Fate::Set, "{name}");
+        }
+        assert_eq!(fate(b"trusted.overlay.opaque", &directory), Fate::Set);
+        for name in [
+            "trusted.overlay.redirect",
+            "trusted.overlay.metacopy",
+            "trusted.overlay.opaque",
+            "trusted.x",
+        ] {
+            assert_eq!(fate(name.as_bytes(), &file), Fate::Refuse, "{name}");
+        }
+        for name in ["security.selinux", "security.ima", "system.nfs4_acl", "", "users"] {
+            assert_eq!(fate(name.as_bytes(), &file), Fate::Drop, "{name}");
+        }
+        let target = tempfile::tempdir().unwrap();
+        let mut redirected = entry("d", Kind::Directory);
+        redirected.xattrs = vec![(b"trusted.overlay.redirect".to_vec(), b"/etc".to_vec())];
+        let refusal = take(target.path(), &[(redirected, b"")]).unwrap_err();
+        assert!(refusal.to_string().contains("the host's own"), "{refusal}");
     }
 
     #[test]
