@@ -30,13 +30,13 @@ pub fn register_priority(file: std::fs::File) -> io::Result<AsyncFd<std::fs::Fil
     registered.map_err(io::Error::from)
 }
 
-/// Loads a kernel module from a file.
+/// Loads a kernel module from a file, with these parameters.
 ///
 /// # Errors
 /// What the kernel says; `EEXIST` when it is loaded already.
-pub fn load_module(file: &std::fs::File) -> nix::Result<()> {
-    // SAFETY: the descriptor is open and the parameter string is an empty C string.
-    let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), c"".as_ptr(), 0) };
+pub fn load_module(file: &std::fs::File, parameters: &std::ffi::CStr) -> nix::Result<()> {
+    // SAFETY: the descriptor is open and the parameters are a C string.
+    let result = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), parameters.as_ptr(), 0) };
     Errno::result(result).map(drop)
 }
 

@@ -94,7 +94,7 @@ const SERVICE: [i64; 45] = [
 
 /// ioctls of the main thread, by type and number (the low 16 bits of the request): what makes, saves and restores a VM, two settings of
 /// a tap, and the scan of a pagemap.
-const SERVICE_IOCTLS: [u64; 41] = [
+const SERVICE_IOCTLS: [u64; 42] = [
     0xae01, // KVM_CREATE_VM
     0xae03, // KVM_CHECK_EXTENSION
     0xae04, // KVM_GET_VCPU_MMAP_SIZE
@@ -103,6 +103,7 @@ const SERVICE_IOCTLS: [u64; 41] = [
     0xae47, // KVM_SET_TSS_ADDR
     0xae48, // KVM_SET_IDENTITY_MAP_ADDR
     0xae60, // KVM_CREATE_IRQCHIP
+    0xae61, // KVM_IRQ_LINE
     0xae62, // KVM_GET_IRQCHIP
     0xae63, // KVM_SET_IRQCHIP
     0xae76, // KVM_IRQFD

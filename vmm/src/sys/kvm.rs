@@ -2,7 +2,7 @@
 
 use std::os::fd::AsRawFd;
 
-use kvm_bindings::kvm_userspace_memory_region;
+use kvm_bindings::{KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::{VcpuFd, VmFd};
 
 /// `struct kvm_pre_fault_memory`.
@@ -44,6 +44,26 @@ pub(crate) fn set_memory_region(
         flags: 0,
     };
     // SAFETY: the range is a mapping that holds nothing but guest memory and that outlives the VM, see above.
+    unsafe { vm.set_user_memory_region(region) }
+}
+
+/// Gives the guest a range of memory that it can only read; what it writes there is an MMIO exit. The same holds for the mapping.
+pub(crate) fn set_readonly_region(
+    vm: &VmFd,
+    slot: u32,
+    guest: u64,
+    bytes: u64,
+    host: u64,
+) -> Result<(), kvm_ioctls::Error> {
+    let region = kvm_userspace_memory_region {
+        slot,
+        guest_phys_addr: guest,
+        memory_size: bytes,
+        userspace_addr: host,
+        flags: KVM_MEM_READONLY,
+    };
+    // SAFETY: the guest cannot write to the range, which is a mapping of registers that lives as long as the VM's devices, so longer
+    // than its vCPUs run.
     unsafe { vm.set_user_memory_region(region) }
 }
 

@@ -8,11 +8,11 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::{Base, Host, Machine, VmError, Wiring};
-use crate::devices::virtio::{DeviceSet, QUEUE_NOTIFY};
+use crate::devices::virtio::{DeviceSet, Lines, MMIO_BASE, QUEUE_NOTIFY};
 use crate::layout;
 use crate::memory::GuestMemory;
 use crate::platform::{Line, Platform, SerialState};
-use crate::sys::kvm::{random, set_memory_region};
+use crate::sys::kvm::{random, set_memory_region, set_readonly_region};
 use crate::vcpu::{ExitCounts, Shared, Vcpu};
 
 /// The pieces of a machine before its vCPUs have threads.
@@ -73,16 +73,9 @@ impl Bare {
                 .write(1)
                 .map_err(|e| VmError::Io("raise generation event", e))?;
         }
-        for slot in devices.iter().flat_map(DeviceSet::slots) {
-            self.vm
-                .register_irqfd(&slot.interrupt, slot.irq)
-                .map_err(|e| VmError::Kvm("register interrupt", e))?;
-            for (queue, event) in &slot.notify {
-                let address = IoEventAddress::Mmio(slot.base + QUEUE_NOTIFY);
-                self.vm
-                    .register_ioevent(event, &address, *queue)
-                    .map_err(|e| VmError::Kvm("register queue notification", e))?;
-            }
+        let vm = Arc::new(self.vm);
+        if let Some(devices) = &devices {
+            connect_devices(&vm, devices, self.memory.map().num_regions())?;
         }
         let platform = Platform::new(wiring.console, serial, Line::new(serial_event), devices, wiring.ended)
             .map_err(|e| VmError::Io("restore serial port", e))?;
@@ -100,7 +93,7 @@ impl Bare {
         }
         Ok(Machine {
             vcpus,
-            vm: self.vm,
+            vm,
             platform,
             counts,
             running: false,
@@ -118,6 +111,44 @@ impl Bare {
             .map_err(|e| VmError::Kvm("register interrupt", e))?;
         Ok(Arc::new(event))
     }
+}
+
+/// The interrupt lines of a VM. Not irqfds: those of an interrupt controller's pins go through a work queue of the kernel.
+#[derive(Debug)]
+struct KvmLines(Arc<VmFd>);
+
+impl Lines for KvmLines {
+    fn pulse(&self, irq: u32) {
+        for level in [true, false] {
+            if let Err(error) = self.0.set_irq_line(irq, level) {
+                tracing::error!(irq, %error, "raise interrupt");
+            }
+        }
+    }
+}
+
+/// Connects interrupts, registers and notifications of the devices. `slot` is the first free one for memory.
+fn connect_devices(vm: &Arc<VmFd>, devices: &DeviceSet, slot: usize) -> Result<(), VmError> {
+    let lines: Arc<dyn Lines> = Arc::new(KvmLines(Arc::clone(vm)));
+    devices.connect(&lines);
+    let registers = devices.registers();
+    let slot = u32::try_from(slot).map_err(|_| VmError::Config("too many regions of memory".into()))?;
+    let host_address = registers.as_ptr().expose_provenance() as u64;
+    set_readonly_region(vm, slot, MMIO_BASE, registers.size() as u64, host_address)
+        .map_err(|e| VmError::Kvm("register device registers", e))?;
+    for slot in devices.slots() {
+        let notifications = slot.notify.iter().map(|(queue, event)| (QUEUE_NOTIFY, *queue, event));
+        let ignored = slot
+            .ignored
+            .iter()
+            .map(|(offset, value, event)| (*offset, *value, event));
+        for (offset, value, event) in notifications.chain(ignored) {
+            let address = IoEventAddress::Mmio(slot.base + offset);
+            vm.register_ioevent(event, &address, value)
+                .map_err(|e| VmError::Kvm("register queue notification", e))?;
+        }
+    }
+    Ok(())
 }
 
 /// Local interrupt pins as PC firmware leaves them: 0 takes the PIC's interrupt, 1 is NMI.

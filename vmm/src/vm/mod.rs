@@ -184,7 +184,7 @@ pub(crate) struct Base {
 pub struct Machine {
     // Order matters: vCPU threads end first, the mapping of guest memory goes last.
     vcpus: Vec<Vcpu>,
-    vm: VmFd,
+    vm: Arc<VmFd>,
     platform: Arc<Platform>,
     counts: Arc<ExitCounts>,
     running: bool,

@@ -1,15 +1,15 @@
 //! One device: registers, queues and model behind one lock, and what is reached without it.
 
 use std::os::fd::AsRawFd;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
+use super::interrupt::{Interrupt, Lines, Page};
 use super::mmio::{INTERRUPT_ACK, INTERRUPT_STATUS, Pending, Transport, TransportState};
 use super::model::{Context, LogQuota, Model, Poller, Source};
-use super::queue::{Interrupt, VirtQueue};
+use super::queue::VirtQueue;
 use super::set::{AnyModel, DeviceState, ModelState};
 use super::{DeviceError, Memory};
 
@@ -71,11 +71,8 @@ fn event() -> Result<Arc<EventFd>, DeviceError> {
 
 impl Device {
     /// A device at power-on.
-    pub(super) fn new(model: AnyModel, poller: Poller) -> Result<Self, DeviceError> {
-        let interrupt = Arc::new(Interrupt {
-            status: AtomicU32::new(0),
-            event: event()?,
-        });
+    pub(super) fn new(model: AnyModel, poller: Poller, irq: u32, page: Page) -> Result<Self, DeviceError> {
+        let interrupt = Arc::new(Interrupt::new(irq, event()?, page));
         let transport = Transport::new(model.as_dyn(), Arc::clone(&interrupt))?;
         let mut notify = Vec::with_capacity(transport.queues.len());
         for (number, _) in (0u32..).zip(&transport.queues) {
@@ -109,15 +106,20 @@ impl Device {
         &self.notify
     }
 
-    /// The event that raises the interrupt line.
+    /// The event that is written for an interrupt before [`Self::connect`].
     pub(super) fn interrupt(&self) -> Arc<EventFd> {
-        Arc::clone(&self.interrupt.event)
+        self.interrupt.event()
+    }
+
+    /// Connects the interrupt line.
+    pub(super) fn connect(&self, lines: Arc<dyn Lines>) {
+        self.interrupt.connect(lines);
     }
 
     /// A register read. Interrupt reasons are read without the lock, so that a guest in its interrupt handler never waits for I/O.
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
         if let (INTERRUPT_STATUS, Ok(data)) = (offset, <&mut [u8; 4]>::try_from(&mut *data)) {
-            *data = self.interrupt.status.load(Ordering::SeqCst).to_le_bytes();
+            *data = self.interrupt.reasons().to_le_bytes();
             return;
         }
         let inner = self.lock();
@@ -127,9 +129,7 @@ impl Device {
     /// A register write.
     pub(super) fn write(&self, mem: &Memory, offset: u64, data: &[u8]) {
         if let (INTERRUPT_ACK, Ok(data)) = (offset, <[u8; 4]>::try_from(data)) {
-            self.interrupt
-                .status
-                .fetch_and(!u32::from_le_bytes(data), Ordering::SeqCst);
+            self.interrupt.acknowledge(u32::from_le_bytes(data));
             return;
         }
         let mut inner = self.lock();
@@ -201,7 +201,9 @@ impl Device {
                 model.queue_event(context, queue);
             }
         });
-        self.interrupt.raise_again();
+        let queues = &inner.transport.queues;
+        let unseen = inner.transport.is_active() && queues.iter().any(|queue| queue.has_unseen(mem));
+        self.interrupt.raise_again(unseen);
     }
 
     /// Does what register writes and other threads left to do, on the I/O thread.

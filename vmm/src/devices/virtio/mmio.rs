@@ -1,7 +1,6 @@
 //! The virtio-mmio register block, version 2: feature negotiation, status, queue setup, interrupts.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use virtio_bindings::virtio_config::{
@@ -11,8 +10,9 @@ use virtio_bindings::virtio_config::{
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_queue::QueueT;
 
+use super::interrupt::Interrupt;
 use super::model::Model;
-use super::queue::{INTERRUPT_CONFIG, Interrupt, VirtQueue, VirtQueueState};
+use super::queue::{VirtQueue, VirtQueueState};
 use super::{DeviceError, Memory};
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
@@ -20,6 +20,8 @@ const VERSION: u32 = 2;
 const VENDOR: u32 = u32::from_le_bytes(*b"rmet");
 /// Where configuration space starts.
 const CONFIG: u64 = 0x100;
+/// Most bytes of configuration space that any device has.
+const CONFIG_MAX: u64 = 64;
 /// Offset of the register with the interrupt reasons.
 pub(super) const INTERRUPT_STATUS: u64 = 0x60;
 /// Offset of the register that acknowledges them.
@@ -81,7 +83,7 @@ impl Transport {
             .iter()
             .map(|size| VirtQueue::new(*size))
             .collect::<Result<_, _>>();
-        Ok(Self {
+        let transport = Self {
             queues: queues.map_err(|error| DeviceError::State(error.to_string()))?,
             interrupt,
             pending: Pending::default(),
@@ -93,7 +95,31 @@ impl Transport {
             driver_features_select: 0,
             queue_select: 0,
             config_generation: 0,
-        })
+        };
+        (0..CONFIG).step_by(4).for_each(|offset| transport.publish(offset));
+        for offset in (0..CONFIG_MAX).step_by(4) {
+            let mut word = [0; 4];
+            model.read_config(offset, &mut word);
+            transport
+                .interrupt
+                .page()
+                .set(CONFIG + offset, u32::from_le_bytes(word));
+        }
+        Ok(transport)
+    }
+
+    /// Makes a register read as it is.
+    fn publish(&self, offset: u64) {
+        if offset != INTERRUPT_STATUS {
+            self.interrupt.page().set(offset, self.read_register(offset));
+        }
+    }
+
+    /// The same for all that change.
+    fn publish_changes(&self) {
+        [0x10, 0x34, 0x44, 0x70]
+            .into_iter()
+            .for_each(|offset| self.publish(offset));
     }
 
     /// Saved state.
@@ -104,7 +130,7 @@ impl Transport {
             device_features_select: self.device_features_select,
             driver_features_select: self.driver_features_select,
             queue_select: self.queue_select,
-            interrupt_status: self.interrupt.status.load(Ordering::SeqCst),
+            interrupt_status: self.interrupt.reasons(),
             config_generation: self.config_generation,
             queues: self.queues.iter().map(VirtQueue::save).collect(),
         }
@@ -133,8 +159,8 @@ impl Transport {
         self.driver_features_select = state.driver_features_select;
         self.queue_select = state.queue_select;
         self.config_generation = state.config_generation;
-        let reasons = state.interrupt_status & 3;
-        self.interrupt.status.store(reasons, Ordering::SeqCst);
+        self.interrupt.set_reasons(state.interrupt_status);
+        self.publish_changes();
         self.pending.activate = self.is_active();
         Ok(())
     }
@@ -152,7 +178,8 @@ impl Transport {
     /// Stops the device until the driver resets it.
     pub(super) fn require_reset(&mut self) {
         self.status |= VIRTIO_CONFIG_S_NEEDS_RESET;
-        self.interrupt.signal(INTERRUPT_CONFIG);
+        self.publish_changes();
+        self.interrupt.config_changed();
     }
 
     fn selected(&self) -> Option<&VirtQueue> {
@@ -185,7 +212,7 @@ impl Transport {
             0x10 => half(self.offered, self.device_features_select),
             0x34 => self.selected().map_or(0, |queue| queue.ring.max_size().into()),
             0x44 => self.selected().map_or(0, |queue| queue.ring.ready().into()),
-            INTERRUPT_STATUS => self.interrupt.status.load(Ordering::SeqCst),
+            INTERRUPT_STATUS => self.interrupt.reasons(),
             0x70 => self.status,
             // Shared memory regions: none has this length.
             0xb0..=0xbc => u32::MAX,
@@ -204,13 +231,12 @@ impl Transport {
             0x20 => self.accept_features(value),
             0x24 => self.driver_features_select = value,
             0x30 => self.queue_select = value,
-            INTERRUPT_ACK => {
-                self.interrupt.status.fetch_and(!value, Ordering::SeqCst);
-            }
+            INTERRUPT_ACK => self.interrupt.acknowledge(value),
             0x70 => self.write_status(value),
             0x38..=0xa4 => self.configure_queue(mem, offset, value),
             _ => {}
         }
+        self.publish_changes();
     }
 
     fn accept_features(&mut self, value: u32) {
@@ -296,7 +322,7 @@ impl Transport {
         self.device_features_select = 0;
         self.driver_features_select = 0;
         self.queue_select = 0;
-        self.interrupt.status.store(0, Ordering::SeqCst);
+        self.interrupt.set_reasons(0);
         self.queues.iter_mut().for_each(VirtQueue::reset);
         self.pending = Pending {
             reset: true,

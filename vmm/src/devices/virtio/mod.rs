@@ -10,6 +10,7 @@ mod balloon;
 mod block;
 mod device;
 mod events;
+mod interrupt;
 mod io_thread;
 mod mmio;
 mod model;
@@ -30,6 +31,7 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use events::{DeviceEvent, EventReceiver, EventSender, event_channel};
+pub use interrupt::Lines;
 pub use set::{DeviceSet, DeviceSetState};
 
 /// Guest memory, as all devices see it.
@@ -112,7 +114,7 @@ impl Net {
     }
 }
 
-/// Where a device sits, for ACPI, ioeventfds and irqfds.
+/// Where a device sits, for ACPI and ioeventfds.
 #[derive(Clone, Debug)]
 pub struct Slot {
     /// Guest-physical address of the registers.
@@ -123,7 +125,9 @@ pub struct Slot {
     pub irq: u32,
     /// For each queue that is notified often, the value written to [`QUEUE_NOTIFY`] and the event that it means.
     pub notify: Vec<(u32, Arc<EventFd>)>,
-    /// Raises the interrupt line.
+    /// An offset, a value, and an event that nobody waits for: such a write means nothing, and need not leave the kernel.
+    pub ignored: Option<(u64, u32, Arc<EventFd>)>,
+    /// Written for an interrupt before [`DeviceSet::connect`].
     pub interrupt: Arc<EventFd>,
 }
 

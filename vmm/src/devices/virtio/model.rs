@@ -9,7 +9,8 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Memory;
-use super::queue::{Interrupt, VirtQueue};
+use super::interrupt::Interrupt;
+use super::queue::VirtQueue;
 
 /// Tokens below this one are queue numbers; a device's own descriptors come after.
 const FIRST_OWN_TOKEN: u32 = 0x100;

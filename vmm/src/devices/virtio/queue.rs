@@ -1,52 +1,17 @@
 //! Virtqueues: descriptor chains of the guest, checked and turned into pieces of memory that can be used.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
-use vm_memory::{GuestAddress, GuestMemoryBackend};
-use vmm_sys_util::eventfd::EventFd;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
 
 use super::Memory;
+use super::interrupt::Interrupt;
 use super::sys::Slice;
 
 /// Most descriptors of one chain that we follow; longer ones are malformed.
 const MAX_SEGMENTS: usize = 1024;
-
-/// Interrupt reason: a queue has used buffers.
-pub(super) const INTERRUPT_QUEUE: u32 = 1;
-/// Interrupt reason: the configuration (or the status) changed.
-pub(super) const INTERRUPT_CONFIG: u32 = 2;
-
-/// The interrupt line of a device and the reasons the guest has not acknowledged.
-#[derive(Debug)]
-pub(super) struct Interrupt {
-    /// Read by the guest as `InterruptStatus`.
-    pub(super) status: AtomicU32,
-    /// Raises the line.
-    pub(super) event: Arc<EventFd>,
-}
-
-impl Interrupt {
-    /// Adds a reason and raises the line.
-    pub(super) fn signal(&self, reason: u32) {
-        self.status.fetch_or(reason, Ordering::SeqCst);
-        self.raise();
-    }
-
-    /// Raises the line again when a reason is left: an edge that was on its way when the machine was saved is not in the saved state.
-    pub(super) fn raise_again(&self) {
-        if self.status.load(Ordering::SeqCst) != 0 {
-            self.raise();
-        }
-    }
-
-    fn raise(&self) {
-        // Can only fail when the counter is at its maximum, and then the line is raised anyway.
-        let _counter_full = self.event.write(1);
-    }
-}
 
 /// Pieces of guest memory of one direction, consumed from the front.
 #[derive(Clone, Debug, Default)]
@@ -224,10 +189,21 @@ impl VirtQueue {
             return;
         }
         match self.ring.needs_notification(mem) {
-            Ok(true) => interrupt.signal(INTERRUPT_QUEUE),
+            Ok(true) => interrupt.queue_used(),
             Ok(false) => {}
             Err(_) => self.broken = true,
         }
+    }
+
+    /// Whether chains may have been handed back that the guest has not looked at: it asks for an interrupt at the first that it has not seen.
+    pub(super) fn has_unseen(&self, mem: &Memory) -> bool {
+        if !self.usable() {
+            return false;
+        }
+        // `used_event` lies behind the entries of the available ring.
+        let asked = self.ring.avail_ring().checked_add(4 + 2 * u64::from(self.ring.size()));
+        let asked: Option<u16> = asked.and_then(|place| mem.load(GuestAddress(place), Ordering::Acquire).ok());
+        !self.ring.state().event_idx_enabled || asked != Some(self.ring.next_used())
     }
 
     /// Asks the guest to notify us of the next chain; `true` when one is there already.

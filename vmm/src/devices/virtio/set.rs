@@ -5,14 +5,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use serde::{Deserialize, Serialize};
+use vm_memory::MmapRegion;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::balloon::Balloon;
 use super::block::{Block, BlockState};
 use super::device::Device;
+use super::interrupt::{Lines, Page, REASON_QUEUE};
 use super::io_thread::{Gate, WAKE, Worker};
-use super::mmio::TransportState;
+use super::mmio::{INTERRUPT_ACK, TransportState};
 use super::model::Poller;
 use super::net::Net as NetModel;
 use super::rng::Rng;
@@ -23,6 +25,8 @@ use super::{
 
 /// Most devices of one VM: the interrupt lines from [`FIRST_IRQ`] to 23.
 const DEVICES_MAX: usize = 18;
+/// Bytes of registers of one device, see [`MMIO_SIZE`].
+const REGISTERS: usize = 4096;
 
 /// Saved state of all devices, in slot order. Holds nothing of the host: no file, interface or connection.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -66,6 +70,10 @@ pub(super) struct Shared {
     pub(super) devices: Vec<Device>,
     pub(super) epoll: Arc<Epoll>,
     pub(super) gate: Gate,
+    /// The registers of all devices as they read, in order.
+    registers: Arc<MmapRegion<()>>,
+    /// See [`Slot::ignored`].
+    ignored: Arc<EventFd>,
 }
 
 /// All virtio devices of one VM.
@@ -168,16 +176,26 @@ impl DeviceSet {
             .ctl(ControlOperation::Add, wake.as_raw_fd(), event)
             .map_err(system("watch an event"))?;
         let wake = Arc::new(wake);
+        let ignored = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(system("create an event"))?;
+        let bytes = models.len().max(1).saturating_mul(REGISTERS);
+        let registers = MmapRegion::new(bytes).map_err(|error| DeviceError::System {
+            what: "map memory for registers",
+            source: std::io::Error::other(error),
+        })?;
+        let registers = Arc::new(registers);
         let mut devices = Vec::with_capacity(models.len());
         for (number, model) in (0u32..).zip(models) {
             let poller = Poller::new(Arc::clone(&epoll), number, Arc::clone(&wake));
-            devices.push(Device::new(model, poller)?);
+            let page = Page::new(Arc::clone(&registers), number);
+            devices.push(Device::new(model, poller, FIRST_IRQ + number, page)?);
         }
         let shared = Shared {
             mem,
             devices,
             epoll,
             gate: Gate::new(wake),
+            registers,
+            ignored: Arc::new(ignored),
         };
         Ok(Self {
             shared: Arc::new(shared),
@@ -194,9 +212,24 @@ impl DeviceSet {
                 size: MMIO_SIZE,
                 irq: FIRST_IRQ + number,
                 notify: doorbells(device),
+                ignored: is_busy(device).then(|| (INTERRUPT_ACK, REASON_QUEUE, Arc::clone(&self.shared.ignored))),
                 interrupt: device.interrupt(),
             })
             .collect()
+    }
+
+    /// The registers of all devices as they read, from [`MMIO_BASE`] on: the guest may have this memory, read-only, instead of
+    /// asking [`Self::mmio_read`].
+    pub fn registers(&self) -> Arc<MmapRegion<()>> {
+        Arc::clone(&self.shared.registers)
+    }
+
+    /// Connects the interrupt lines of all devices, once.
+    pub fn connect(&self, lines: &Arc<dyn Lines>) {
+        self.shared
+            .devices
+            .iter()
+            .for_each(|device| device.connect(Arc::clone(lines)));
     }
 
     fn locate(&self, addr: u64) -> Option<(&Device, u64)> {
@@ -339,6 +372,11 @@ fn doorbells(device: &Device) -> Vec<(u32, Arc<EventFd>)> {
     }
     let events = device.notify().iter().map(Arc::clone);
     (0..).zip(events).collect()
+}
+
+/// Whether a device interrupts so often that its acknowledgements shall stay in the kernel, which costs time at every restore.
+fn is_busy(device: &Device) -> bool {
+    device.with_model(|model, _| matches!(model, AnyModel::Block(_) | AnyModel::Net(_) | AnyModel::Vsock(_)))
 }
 
 fn restore_block(saved: &BlockState, disks: &mut [Option<Disk>]) -> Result<Block, DeviceError> {

@@ -17,8 +17,9 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use super::Memory;
+use super::interrupt::Interrupt;
 use super::model::{Context, LogQuota, Model, Poller};
-use super::queue::{Interrupt, Segments, VirtQueue};
+use super::queue::{Segments, VirtQueue};
 use super::sys::Slice;
 use crate::layout::HIGH_RAM_START;
 use crate::sys::mapping;
