@@ -147,6 +147,46 @@ fn reported_memory_leaves_the_process_and_the_rest_is_intact() -> Result<()> {
     Ok(())
 }
 
+/// Registers are memory to the guest, before and after a fork; what it writes there still arrives.
+#[test]
+fn registers_are_read_without_an_exit() -> Result<()> {
+    let mut guest = Driver::default();
+    let registers = |guest: &mut Driver, status: u32| {
+        for (offset, value) in [(0x00, 0x7472_6976), (0x60, 1), (0x70, status), (0xfc, 0)] {
+            guest.script.check(BALLOON + offset, value, 1);
+        }
+    };
+    registers(&mut guest, 0);
+    guest.start();
+    registers(&mut guest, 15);
+    guest
+        .script
+        .store(BALLOON + 0x64, 1)
+        .store(BALLOON + 0x60, 0)
+        .wait_for_fork('a');
+    registers(&mut guest, 15);
+    guest.report(&[(u64::from(16 * MIB), 4096)])?;
+    guest.script.store(BALLOON + 0x64, 3);
+    registers(&mut guest, 15);
+    guest.script.store(BALLOON + 0x70, 0);
+    registers(&mut guest, 0);
+    guest.script.print('b');
+
+    let console = tempfile::tempfile()?;
+    let vmm = guest.boot(&console)?;
+    wait_for_text(&console, "a\n")?;
+    let exits = stats(&vmm)?.exits;
+    assert_eq!((exits["mmio_read"], exits["mmio_write"]), (0, 17), "{exits:?}");
+    let parent = Checkpoint::new(1)?;
+    vmm.save(&parent, false)?;
+    let console = tempfile::tempfile()?;
+    let fork = spawn()?;
+    fork.restore(&parent, &[], &console)?;
+    wait_for_text(&console, "b\n")?;
+    assert_eq!(stats(&fork)?.exits["mmio_read"], 0);
+    Ok(())
+}
+
 #[test]
 fn reports_of_nonsense_change_nothing() -> Result<()> {
     let mut guest = Driver::default();

@@ -409,6 +409,28 @@ mod tests {
     }
 
     #[test]
+    fn a_restored_device_reads_as_it_did() {
+        let mem = memory();
+        let saved = |set: &DeviceSet| {
+            let registers = Registers { set, device: 1 };
+            (0..0x140)
+                .step_by(4)
+                .map(|offset| registers.read(offset))
+                .collect::<Vec<_>>()
+        };
+        let (sender, _) = event_channel().unwrap();
+        let set = DeviceSet::create(mem.clone(), Vec::new(), Vec::new(), true, sender.clone()).unwrap();
+        let new = saved(&set);
+        Driver::start(&set, &mem, 1);
+        let started = saved(&set);
+        assert_ne!(new, started);
+        let fork = DeviceSet::restore(mem, set.save(), Vec::new(), Vec::new(), sender).unwrap();
+        assert_eq!(saved(&fork), started);
+        Registers { set: &set, device: 1 }.write(0x70, 0);
+        assert_eq!(saved(&set)[0x70 / 4], 0);
+    }
+
+    #[test]
     fn survives_any_register_access() {
         let set = set();
         for offset in 0..0x200 {

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsRawFd;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, VolatileMemory};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{DeviceSet, EventReceiver, MMIO_BASE, MMIO_SIZE, Memory};
@@ -45,9 +45,14 @@ impl Registers<'_> {
         MMIO_BASE + self.device as u64 * MMIO_SIZE + offset
     }
 
+    /// As the VMM answers, which is also what is in the page that the guest reads.
     pub(super) fn read(&self, offset: u64) -> u32 {
         let mut data = [0; 4];
         self.set.mmio_read(self.address(offset), &mut data);
+        let place = usize::try_from(self.address(offset) - MMIO_BASE).unwrap();
+        let page = self.set.registers();
+        let in_page: u32 = page.as_volatile_slice().load(place, Ordering::SeqCst).unwrap();
+        assert_eq!(in_page.to_le_bytes(), data, "register {offset:#x}");
         u32::from_le_bytes(data)
     }
 
@@ -58,6 +63,7 @@ impl Registers<'_> {
     pub(super) fn config<const N: usize>(&self, offset: u64) -> [u8; N] {
         let mut data = [0; N];
         self.set.mmio_read(self.address(0x100 + offset), &mut data);
+        (0..N as u64 / 4).for_each(|word| drop(self.read(0x100 + offset + word * 4)));
         data
     }
 
