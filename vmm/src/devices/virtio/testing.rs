@@ -63,7 +63,9 @@ impl Registers<'_> {
     pub(super) fn config<const N: usize>(&self, offset: u64) -> [u8; N] {
         let mut data = [0; N];
         self.set.mmio_read(self.address(0x100 + offset), &mut data);
-        (0..N as u64 / 4).for_each(|word| drop(self.read(0x100 + offset + word * 4)));
+        for word in 0..N as u64 / 4 {
+            self.read(0x100 + offset + word * 4);
+        }
         data
     }
 
