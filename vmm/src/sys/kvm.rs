@@ -28,42 +28,36 @@ pub(crate) fn pre_fault(vcpu: &VcpuFd, address: u64, bytes: u64) -> nix::Result<
     unsafe { pre_fault_memory(vcpu.as_raw_fd(), &raw mut range) }.map(drop)
 }
 
-/// Gives the guest a range of memory. The mapping must live as long as the VM: the caller keeps both in one struct and never unmaps.
+/// How a guest may use a range of its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// Memory.
+    Write,
+    /// It reads what the host wrote; what it writes is an MMIO exit.
+    Read,
+}
+
+/// Gives the guest a range of memory. The mapping must live as long as the vCPUs of the VM: the caller keeps both in one struct and never unmaps.
 pub(crate) fn set_memory_region(
     vm: &VmFd,
     slot: u32,
     guest: u64,
     bytes: u64,
     host: u64,
+    access: Access,
 ) -> Result<(), kvm_ioctls::Error> {
     let region = kvm_userspace_memory_region {
         slot,
         guest_phys_addr: guest,
         memory_size: bytes,
         userspace_addr: host,
-        flags: 0,
+        flags: match access {
+            Access::Write => 0,
+            Access::Read => KVM_MEM_READONLY,
+        },
     };
-    // SAFETY: the range is a mapping that holds nothing but guest memory and that outlives the VM, see above.
-    unsafe { vm.set_user_memory_region(region) }
-}
-
-/// Gives the guest a range of memory that it can only read; what it writes there is an MMIO exit. The same holds for the mapping.
-pub(crate) fn set_readonly_region(
-    vm: &VmFd,
-    slot: u32,
-    guest: u64,
-    bytes: u64,
-    host: u64,
-) -> Result<(), kvm_ioctls::Error> {
-    let region = kvm_userspace_memory_region {
-        slot,
-        guest_phys_addr: guest,
-        memory_size: bytes,
-        userspace_addr: host,
-        flags: KVM_MEM_READONLY,
-    };
-    // SAFETY: the guest cannot write to the range, which is a mapping of registers that lives as long as the VM's devices, so longer
-    // than its vCPUs run.
+    // SAFETY: the range is a mapping that holds nothing but what the guest may see, and write unless it is read-only, and that outlives
+    // the vCPUs, see above.
     unsafe { vm.set_user_memory_region(region) }
 }
 

@@ -12,7 +12,7 @@ use crate::devices::virtio::{DeviceSet, Lines, MMIO_BASE, QUEUE_NOTIFY};
 use crate::layout;
 use crate::memory::GuestMemory;
 use crate::platform::{Line, Platform, SerialState};
-use crate::sys::kvm::{random, set_memory_region, set_readonly_region};
+use crate::sys::kvm::{Access, random, set_memory_region};
 use crate::vcpu::{ExitCounts, Shared, Vcpu};
 
 /// The pieces of a machine before its vCPUs have threads.
@@ -50,8 +50,15 @@ impl Bare {
             .collect::<Result<_, _>>()?;
         for (slot, region) in (0_u32..).zip(memory.map().iter()) {
             let host_address = region.get_mmap().as_ptr().expose_provenance() as u64;
-            set_memory_region(&vm, slot, region.start_addr().0, region.len(), host_address)
-                .map_err(|e| Kvm("register guest memory", e))?;
+            set_memory_region(
+                &vm,
+                slot,
+                region.start_addr().0,
+                region.len(),
+                host_address,
+                Access::Write,
+            )
+            .map_err(|e| Kvm("register guest memory", e))?;
         }
         Ok(Self { vm, vcpus, memory })
     }
@@ -134,7 +141,7 @@ fn connect_devices(vm: &Arc<VmFd>, devices: &DeviceSet, slot: usize) -> Result<(
     let registers = devices.registers();
     let slot = u32::try_from(slot).map_err(|_| VmError::Config("too many regions of memory".into()))?;
     let host_address = registers.as_ptr().expose_provenance() as u64;
-    set_readonly_region(vm, slot, MMIO_BASE, registers.size() as u64, host_address)
+    set_memory_region(vm, slot, MMIO_BASE, registers.size() as u64, host_address, Access::Read)
         .map_err(|e| VmError::Kvm("register device registers", e))?;
     for slot in devices.slots() {
         let notifications = slot.notify.iter().map(|(queue, event)| (QUEUE_NOTIFY, *queue, event));

@@ -147,6 +147,17 @@ fn reported_memory_leaves_the_process_and_the_rest_is_intact() -> Result<()> {
     Ok(())
 }
 
+/// Saves a machine and starts a fork of it, which has printed `b` when this returns.
+fn fork_of(vmm: &Vmm) -> Result<(Checkpoint, Vmm)> {
+    let parent = Checkpoint::new(1)?;
+    vmm.save(&parent, false)?;
+    let console = tempfile::tempfile()?;
+    let fork = spawn()?;
+    fork.restore(&parent, &[], &console)?;
+    wait_for_text(&console, "b\n")?;
+    Ok((parent, fork))
+}
+
 /// Registers are memory to the guest, before and after a fork; what it writes there still arrives.
 #[test]
 fn registers_are_read_without_an_exit() -> Result<()> {
@@ -177,12 +188,7 @@ fn registers_are_read_without_an_exit() -> Result<()> {
     wait_for_text(&console, "a\n")?;
     let exits = stats(&vmm)?.exits;
     assert_eq!((exits["mmio_read"], exits["mmio_write"]), (0, 17), "{exits:?}");
-    let parent = Checkpoint::new(1)?;
-    vmm.save(&parent, false)?;
-    let console = tempfile::tempfile()?;
-    let fork = spawn()?;
-    fork.restore(&parent, &[], &console)?;
-    wait_for_text(&console, "b\n")?;
+    let (_parent, fork) = fork_of(&vmm)?;
     assert_eq!(stats(&fork)?.exits["mmio_read"], 0);
     Ok(())
 }
@@ -243,13 +249,7 @@ fn memory_that_a_fork_gives_back_is_the_checkpoints_again() -> Result<()> {
     let console = tempfile::tempfile()?;
     let vmm = guest.boot(&console)?;
     wait_for_text(&console, "a\n")?;
-    let parent = Checkpoint::new(1)?;
-    vmm.save(&parent, false)?;
-
-    let console = tempfile::tempfile()?;
-    let fork = spawn()?;
-    fork.restore(&parent, &[], &console)?;
-    wait_for_text(&console, "b\n")?;
+    let (parent, fork) = fork_of(&vmm)?;
     assert!(stats(&fork)?.private_memory_bytes < u64::from(MIB));
     let child = Checkpoint::new(2)?;
     let report = fork.save(&child, false)?;
