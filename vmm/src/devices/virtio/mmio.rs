@@ -96,7 +96,7 @@ impl Transport {
             queue_select: 0,
             config_generation: 0,
         };
-        (0..CONFIG).step_by(4).for_each(|offset| transport.publish(offset));
+        transport.publish_all();
         for offset in (0..CONFIG_MAX).step_by(4) {
             let mut word = [0; 4];
             model.read_config(offset, &mut word);
@@ -115,7 +115,12 @@ impl Transport {
         }
     }
 
-    /// The same for all that change.
+    /// The same for all of them.
+    fn publish_all(&self) {
+        (0..CONFIG).step_by(4).for_each(|offset| self.publish(offset));
+    }
+
+    /// The same for those that change while the device is used.
     fn publish_changes(&self) {
         [0x10, 0x34, 0x44, 0x70]
             .into_iter()
@@ -160,7 +165,7 @@ impl Transport {
         self.queue_select = state.queue_select;
         self.config_generation = state.config_generation;
         self.interrupt.set_reasons(state.interrupt_status);
-        self.publish_changes();
+        self.publish_all();
         self.pending.activate = self.is_active();
         Ok(())
     }
@@ -424,8 +429,13 @@ mod tests {
         Driver::start(&set, &mem, 1);
         let started = saved(&set);
         assert_ne!(new, started);
-        let fork = DeviceSet::restore(mem, set.save(), Vec::new(), Vec::new(), sender).unwrap();
+        let fork = DeviceSet::restore(mem.clone(), set.save(), Vec::new(), Vec::new(), sender.clone()).unwrap();
         assert_eq!(saved(&fork), started);
+        let mut state = serde_json::to_value(set.save()).unwrap();
+        state["devices"][1]["transport"]["config_generation"] = 7.into();
+        let state = serde_json::from_value(state).unwrap();
+        let fork = DeviceSet::restore(mem, state, Vec::new(), Vec::new(), sender).unwrap();
+        assert_eq!(saved(&fork)[0xfc / 4], 7);
         Registers { set: &set, device: 1 }.write(0x70, 0);
         assert_eq!(saved(&set)[0x70 / 4], 0);
     }
